@@ -113,8 +113,8 @@ class Trainer:
 
     def start(self) -> None:
         self.starts += 1
-        rank = [sys.executable, str(HERE / "ray_chaos.py"), str(self.folder), self.address, json.dumps(self.settings)]
-        code = "import sys; from torchrl_rloo.runtime.ranks_launch import launch; sys.exit(launch(sys.argv[1:], 2))"
+        rank = [str(HERE / "ray_chaos.py"), str(self.folder), self.address, json.dumps(self.settings)]
+        code = "import sys; from torchrl_rloo.cli.ranks import launch; sys.exit(launch(sys.argv[1:], 2))"
         with (self.folder / f"trainer_{self.starts}.log").open("w") as log:
             self.process = subprocess.Popen([sys.executable, "-c", code, *rank], stdout=log, stderr=log)
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from support.gpu import needs_gpu
-from torchrl_rloo.run import Checkpointer, gather_state, restore_state, rng_state, set_rng_state
+from torchrl_rloo.run import Checkpointer
+from torchrl_rloo.run.shards import gather_state, restore_state
+from torchrl_rloo.run.state import rng_state, set_rng_state
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:

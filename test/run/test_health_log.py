@@ -10,8 +10,10 @@ import torch
 from support.histories import constant_rule
 from support.runs import read_jsonl
 from torchrl_rloo.diagnostics.health import Health
-from torchrl_rloo.run import RollbackError, Run, UnhealthyRunError, repeat_after_rollback
-from torchrl_rloo.training import NonFiniteGradientError, linear_schedule, optimizer_step
+from torchrl_rloo.run import Run, repeat_after_rollback
+from torchrl_rloo.run.health_log import RollbackError, UnhealthyRunError
+from torchrl_rloo.training import make_schedule, optimizer_step
+from torchrl_rloo.training.step import NonFiniteGradientError
 
 LARGE = constant_rule("large", "weight", 5.0, severity="stop")
 
@@ -23,7 +25,7 @@ def loop(
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = linear_schedule(optimizer, 100, final_fraction=1.0)
+    scheduler = make_schedule(optimizer, 100, warmup_steps=0, final_fraction=1.0)
     parts, rates = {"model": model, "optimizer": optimizer, "scheduler": scheduler}, []
     options = {"loggers": [], "checkpoint_every": 2, "keep": 5, "resume": resume or "auto"}
     run = Run(directory, steps, parts, health=health, **options)

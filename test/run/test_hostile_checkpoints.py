@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,10 +71,10 @@ def test_every_length_but_the_whole_is_refused(checkpoints, tmp_path):
             read_state(tmp_path / "part.pt")
 
 
-def shared(levels: int, make: Callable[[object, object], object]) -> object:
+def deep(levels: int) -> object:
     value: object = [0]
     for _ in range(levels):
-        value = make(value, value)
+        value = [value]
     return value
 
 
@@ -88,17 +87,12 @@ def endless() -> list:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (shared(60, lambda a, b: [a, b]), "a copy of state would have .* values"),
-        (shared(40, lambda a, b: {"a": (a, b)}), "a copy of state would have .* values"),
         (endless(), "contains itself"),
-        (shared(200, lambda a, _: [a]), "nested deeper than 100 levels"),
-        (torch.ones(1).expand(10**6, 10**6), "a copy of state would have .* bytes"),
-        ([torch.ones(2**18).view(2**9, 2**9) for _ in range(2)] * 500, "a copy of state would have .* bytes"),
-        (torch.ones(2**24)[1:].as_strided((2**20, 2**10), (0, 1)), "a copy of state would have .* bytes"),
+        (deep(200), "nested deeper than 100 levels"),
     ],
-    ids=["lists", "mappings", "cycle", "deep", "expanded", "views", "strided"],
+    ids=["cycle", "deep"],
 )
-def test_a_small_file_that_becomes_a_large_state_is_refused(tmp_path, value, words):
+def test_a_state_without_an_end_is_refused(tmp_path, value, words):
     torch.save({"step": 1, "a": value}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match=words):
         read_state(tmp_path / "a.pt")
@@ -121,15 +115,12 @@ def test_ordinary_sharing_is_kept(tmp_path):
     assert torch.equal(loaded["zeros"], state["zeros"]) and all(torch.equal(each, weight) for each in loaded["tied"])
 
 
-@pytest.mark.parametrize("kind", ["folder", "full folder", "link", "dangling", "fifo", "text", "empty", "zip"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "text", "empty", "zip"])
 def test_a_foreign_thing_with_the_name_of_a_checkpoint_is_not_fatal(tmp_path, kind):
     precious, path = tmp_path / "precious", tmp_path / "run" / "checkpoints" / "step_00000002.pt"
     precious.write_text("precious")
     path.parent.mkdir(parents=True)
-    if kind in ("folder", "full folder"):
-        path.mkdir()
-        (path / "mine").write_text("mine") if kind == "full folder" else None
-    elif kind in ("link", "dangling"):
+    if kind in ("link", "dangling"):
         path.symlink_to(precious if kind == "link" else tmp_path / "nowhere")
     elif kind == "fifo":
         os.mkfifo(path)
@@ -140,9 +131,15 @@ def test_a_foreign_thing_with_the_name_of_a_checkpoint_is_not_fatal(tmp_path, ki
     with Run(tmp_path / "run", 4, {}, loggers=[], checkpoint_every=1, resume="auto") as run:
         assert list(run.steps())[-1] == 4
     assert Checkpointer(path.parent).steps() == [3, 4] and precious.read_text() == "precious"
-    if kind == "full folder":
-        (moved,) = path.parent.glob("step_00000002.pt.folder-*")
-        assert (moved / "mine").read_text() == "mine"
+
+
+def test_a_folder_with_the_name_of_a_checkpoint_is_named_and_kept(tmp_path):
+    folder = tmp_path / "step_00000002.pt"
+    folder.mkdir()
+    (folder / "mine").write_text("mine")
+    with pytest.raises(OSError, match=r"cannot write .*step_00000002.pt: it is a folder; move it away"):
+        Checkpointer(tmp_path).save(2, {"step": 2})
+    assert (folder / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -181,15 +178,9 @@ def enter(directory: Path, steps: int = 9) -> Part:
 BAD_ENTRIES = {
     "no dict": lambda s: s.clear(),
     "step is text": lambda s: s.update(step="2"),
-    "step is bool": lambda s: s.update(step=True),
     "step is another": lambda s: s.update(step=1),
-    "step is below 0": lambda s: s.update(step=-2),
-    "settings is a list": lambda s: s.update(settings=[1]),
     "no rng": lambda s: s.pop("rng"),
     "more": lambda s: s.update(more=1),
-    "seconds is text": lambda s: s.update(cpu_seconds="9"),
-    "rng is None": lambda s: s.update(rng=None),
-    "parts is a list": lambda s: s.update(parts=[]),
     "key is a number": lambda s: s.update({3: 1}),
 }
 BAD_PARTS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.waiting import PATIENCE, wait_until
-from torchrl_rloo.run import StopSignal
+from torchrl_rloo.run.run import StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -56,7 +56,7 @@ def test_off_the_main_thread_it_does_nothing() -> None:
 
 _LOOP = """
 import pathlib, sys, time
-from torchrl_rloo.run import StopSignal
+from torchrl_rloo.run.run import StopSignal
 with StopSignal() as stop:
     for step in range(10):
         print("step", step, flush=True)

@@ -150,7 +150,7 @@ def _is_locked(directory: Path) -> bool:
 
 NATIVE_FORK = """
 import ctypes, os, sys, time
-from torchrl_rloo.run import DirectoryLock
+from torchrl_rloo.run.lock import DirectoryLock
 lock = DirectoryLock(sys.argv[1])
 child = ctypes.CDLL(None).fork()  # runs none of Python's hooks
 if child == 0:

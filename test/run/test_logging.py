@@ -19,7 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrl_rloo.run import Checkpointer, RunLogger
-from torchrl_rloo.run.digest import Digest
+from torchrl_rloo.run.logging import Digest
 from torchrl_rloo.run.progress import duration
 
 _FILES = ("metrics.jsonl", "timings.jsonl", "completions.jsonl")

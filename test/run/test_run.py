@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_rloo.run import Checkpointer, Run, StepTimer, check_resumable, meters
+from torchrl_rloo.run import Checkpointer, Run, check_resumable, meters
+from torchrl_rloo.run.meters import StepTimer
 from torchrl_rloo.run.settings import check_same_settings
 
 SETTINGS = {"plan": {"steps": 4, "prompts": 2}, "optimizer": {"lr": 0.1}, "eval": {"every": 2}, "log": {"samples": 1}}
@@ -233,8 +234,7 @@ def test_meters_gather_metrics_and_keep_the_counts_of_parts_apart():
 
 def test_the_timer_knows_the_phases_of_the_last_steps():
     time, seen = [100.0], []
-    timer = StepTimer(lambda: time[0])
-    timer.on_phase = seen.append
+    timer = StepTimer(seen.append, lambda: time[0])
     for step in range(10):
         for phase, seconds in (("collect", 2.0), ("train", 1.0 + step), ("collect", 1.0)):
             with timer(phase):
@@ -244,7 +244,7 @@ def test_the_timer_knows_the_phases_of_the_last_steps():
         taken = timer.take()
         assert taken == {"time/collect": 3.0, "time/train": 1.0 + step, "time/step": 4.5 + step}
     assert timer.phase is None and seen[:3] == ["collect", None, "train"]
-    assert len(timer.recent) == 8 and timer.recent[-1].end == time[0]
+    assert len(timer.recent) == 8 and timer.recent[-1][1] == time[0]
     start, _, phases = timer.recent[-1]
     assert phases == [
         ("collect", start, start + 2),
@@ -263,7 +263,7 @@ def test_a_phase_inside_another_and_many_phases():
         with timer("many"):
             pass
     timer.take()
-    assert len(timer.recent[0].phases) == 256
+    assert len(timer.recent[0][2]) == 256
 
 
 def test_the_time_of_a_checkpoint_is_part_of_the_next_step(tmp_path):

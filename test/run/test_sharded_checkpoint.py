@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from support.fork_server import ForkServer
 from support.rank_scripts import EndedRanks, become_rank, run_checks, run_ranks
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.run import Checkpointer, gather_state, restore_state
-from torchrl_rloo.run.shards import STATE
+from torchrl_rloo.run import Checkpointer
+from torchrl_rloo.run.shards import STATE, gather_state, restore_state
 from torchrl_rloo.runtime.ranks import RankError, Ranks
 
 WORLD = 4

@@ -6,6 +6,7 @@ Run as a script this file is one rank: ``test_ranks.py FAULT RANK PLACE``.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,20 +20,18 @@ from torch import distributed
 
 from support.fork_server import ForkedProcess
 from support.processes import is_gone
-from torchrl_rloo.runtime import ranks_watch
 from torchrl_rloo.runtime.ranks import RankError, Ranks
-from torchrl_rloo.runtime.ranks_watch import EXIT_CODE
+from torchrl_rloo.runtime.ranks_launch import EXIT_CODE
 
 SIZE = 3
 STEPS = 4
-LIMIT_S = 4.0  # the time-out of a rank; only faults that nothing else shows wait for it
+LIMIT_S = 3.0  # the time-out of a rank; only faults that nothing else shows wait for it
 END_S = 100.0  # far more than the ranks need on a busy machine
 
 
 # ----------------------------------------------------------------------------------------------------------- a rank
 def run_rank(fault: str = "", culprit: str = "", place: str = "") -> None:
     torch.set_num_threads(1)
-    ranks_watch._GRACE_S = 1.0  # no rank needs time to end
     with Ranks.from_environment(timeout=LIMIT_S) as ranks:
 
         def reach(here: str) -> None:
@@ -76,8 +75,6 @@ def cause(fault: str) -> None:
         raise ValueError("bad value")
     if fault == "exit":
         sys.exit(3)
-    if fault == "slow":
-        time.sleep(1.5 * LIMIT_S)
     if fault == "hang":
         time.sleep(1000)
     if fault in ("SIGKILL", "SIGSTOP"):
@@ -114,8 +111,8 @@ def run(fork_server, tmp_path):
         process.kill()
 
 
-def test_the_ranks_wait_for_a_slow_rank_0_beyond_the_limit(run):
-    ranks = run("slow", "0", "collect 1")
+def test_the_ranks_make_the_same_calls(run):
+    ranks = run()
     assert [rank.wait(END_S) for rank in ranks] == [0] * SIZE
     assert [(rank.stdout, rank.stderr) for rank in ranks] == [("done\n", "")] * SIZE
 
@@ -123,76 +120,51 @@ def test_the_ranks_wait_for_a_slow_rank_0_beyond_the_limit(run):
 @pytest.mark.parametrize(
     ("fault", "culprit", "place", "line"),
     [
-        ("error", 1, "advantage 2", "rank 1 failed after collect, step 2: ValueError: bad value"),
         ("error", 2, "gradient 1", "rank 2 failed in gradient, step 1: ValueError: bad value"),
         ("error", 0, "collect 2", "rank 0 failed in collect, step 2: ValueError: bad value"),
-        ("error", "all", "advantage 0", "rank 0 failed after collect, step 0: ValueError: bad value"),
         ("exit", 2, "advantage 1", "rank 2 failed after collect, step 1: SystemExit: 3"),
-        ("SIGKILL", 1, "gradient 2", "rank 1 died; its last call was gradient, step 2"),
-        ("SIGKILL", 0, "collect 0", "rank 0 died; its last call was all_gather"),
-        ("SIGSTOP", 2, "advantage 1", "rank 2 gave no sign of life for 4 s; its last call was collect, step 1"),
-        ("SIGSTOP", 0, "collect 1", "rank 0 gave no sign of life for 4 s; its last call was metrics"),
+        ("SIGKILL", 1, "advantage 2", "Connection .*; missing: rank 1 \\(last call: collect, step 2\\)"),
+        ("SIGSTOP", 0, "collect 1", "rank [12] waited 3 s in collect, step 1: .*recv"),
+        (
+            "hang",
+            1,
+            "advantage 1",
+            "waited 3 s in gradient, step 1: .*; missing: rank 1 \\(last call: collect, step 1\\)",
+        ),
     ],
 )
 def test_all_ranks_end_with_the_first_failure(run, fault, culprit, place, line):
-    """The one that failed prints its traceback once; each other one prints one line."""
+    """The one that failed raises its error, and each other one prints one line about it."""
     ranks = run(fault, str(culprit), place)
-    blamed = ranks[0 if culprit == "all" else culprit]
+    blamed = ranks[culprit]
     others = [rank for rank in ranks if rank is not blamed]
     assert [rank.wait(END_S) for rank in others] == [EXIT_CODE] * len(others)
-    assert {rank.stderr for rank in others} == {f"error: {line}\n"}
-    if fault == "SIGSTOP":
+    for rank in others:
+        assert re.fullmatch(f"error: .*{line}.*\n", rank.stderr), rank.stderr
+    if fault in ("SIGSTOP", "hang"):  # for the launcher to kill
         assert not is_gone(blamed.pid)
         blamed.kill()
-    expected = {"error": 1, "exit": 3, "SIGKILL": -signal.SIGKILL, "SIGSTOP": -signal.SIGKILL}
-    assert blamed.wait(END_S) == expected[fault]
+    assert blamed.wait(END_S) == {"error": 1, "exit": 3}.get(fault, -signal.SIGKILL)
     if fault == "error":
         assert blamed.stderr.startswith("Traceback") and "ValueError: bad value" in blamed.stderr
 
 
-def test_a_rank_that_computes_for_ever_is_named_by_those_that_wait(run):
-    ranks = run("hang", "1", "advantage 1")
-    assert [rank.wait(END_S) for rank in ranks] == [EXIT_CODE] * SIZE
-    (line,) = {rank.stderr for rank in ranks}
-    assert "waited 4 s in gradient, step 1" in line and "missing: rank 1 (in collect, step 1)" in line
-    assert line.count("\n") == 1
-
-
-ORDER = """
-from torchrl_rloo.runtime.ranks import Ranks
-with Ranks.from_environment(timeout=20) as ranks:
-    with ranks.call("checkpoint" if ranks.rank == 1 else "evaluation"):
-        pass
-    ranks.all_gather(1)
-"""
 UNCAUGHT = """
 from torchrl_rloo.runtime.ranks import Ranks
-ranks = Ranks.from_environment(timeout=20)
-ranks.all_gather(1)
-if ranks.rank == 1:
-    raise KeyError("without a context manager")
-ranks.all_gather(2)
+with Ranks.from_environment(timeout=20) as ranks:
+    ranks.all_gather(1)
+    if ranks.rank == 1:
+        raise KeyError("bad key")
+    ranks.all_gather(2)
 """
 
 
-def start_script(fork_server, source: str, size: int, folder: Path) -> list[ForkedProcess]:
-    port = free_port()
-    return [fork_server.start(source, cwd=folder, environment=environment_of(rank, size, port)) for rank in range(size)]
-
-
-def test_ranks_in_different_calls_are_an_error(fork_server, tmp_path):
-    ranks = start_script(fork_server, ORDER, 2, tmp_path)
-    assert [rank.wait(END_S) for rank in ranks] == [EXIT_CODE] * 2
-    assert {rank.stderr for rank in ranks} == {"error: rank 1 is in call 1, checkpoint, but rank 0 is in evaluation\n"}
-
-
-@pytest.mark.parametrize(("rank", "awaited"), [(0, "2 ranks"), (1, "rank 0")])
-def test_one_rank_of_two_never_starts(monkeypatch, capfd, rank, awaited):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_two_never_starts(monkeypatch, rank):
     for name, value in environment_of(rank, 2, free_port()).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RankError, match=f"rank {rank} waited 1 s for {awaited} to start"):
+    with pytest.raises(RankError, match=f"rank {rank} waited 1 s for 2 ranks to start"):
         Ranks.from_environment(timeout=1.0)
-    assert not capfd.readouterr().err
 
 
 def test_a_process_on_its_own(monkeypatch):
@@ -211,16 +183,13 @@ def test_a_process_on_its_own(monkeypatch):
 
 
 def test_torchrun_starts_the_ranks_and_ends_with_the_failed_one(tmp_path):
-    """In a new interpreter each, with and without a failure outside of a ``with`` block."""
     (tmp_path / "uncaught.py").write_text(UNCAUGHT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(tmp_path / "uncaught.py")], env=environment, capture_output=True, text=True, timeout=END_S
     )
-    assert done.returncode == 1
-    assert "KeyError: 'without a context manager'" in done.stderr
-    assert "error: rank 1 failed after all_gather: KeyError: 'without a context manager'" in done.stderr
+    assert done.returncode == 1 and "KeyError: 'bad key'" in done.stderr
 
 
 if __name__ == "__main__":

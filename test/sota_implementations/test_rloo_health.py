@@ -7,7 +7,7 @@ import pytest
 from support.histories import constant_rule
 from support.recipes import run_recipe_here
 from support.runs import check_metric_names, read_jsonl
-from torchrl_rloo.run import UnhealthyRunError
+from torchrl_rloo.run.health_log import UnhealthyRunError
 
 RATE = constant_rule("rate", "learning_rate", 2e-4, severity="stop")
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from support.recipes import run_recipe_here
 from support.runs import check_metric_names, read_jsonl
 from torchrl_rloo.cli.main import recipe_file
-from torchrl_rloo.training import linear_schedule
+from torchrl_rloo.training import make_schedule
 
 STEPS = 9
 FILES = ("metrics.jsonl", "completions.jsonl", "model/model.safetensors", "model/tokenizer.json")
@@ -87,7 +87,7 @@ def test_the_learning_rate_follows_its_schedule(finished):
     """The learning rate rises during the warmup, then falls to a tenth."""
     logged = [line["learning_rate"] for line in read_jsonl(finished / "metrics.jsonl")[1:]]
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=3e-4)
-    schedule, expected = linear_schedule(optimizer, 4 * STEPS, warmup_steps=8, final_fraction=0.1), []
+    schedule, expected = make_schedule(optimizer, 4 * STEPS, warmup_steps=8, final_fraction=0.1), []
     for update in range(1, 4 * STEPS + 1):  # two minibatches in each of two epochs
         optimizer.step()
         schedule.step()

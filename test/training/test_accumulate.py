@@ -14,7 +14,7 @@ from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import RLOOLoss, merge_outputs
 from torchrl_rloo.objectives.reward_model import RewardModelLoss
-from torchrl_rloo.training import accumulate, catch_up, linear_schedule, minibatches, optimizer_step
+from torchrl_rloo.training import accumulate, catch_up, make_schedule, minibatches, optimizer_step
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_minibatches_have_nearly_equal_sizes(rows, number, sizes):
 def test_a_schedule_catches_up_after_missing_updates():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = linear_schedule(optimizer, 10, warmup_steps=0, final_fraction=0.5)
+    scheduler = make_schedule(optimizer, 10, warmup_steps=0, final_fraction=0.5)
     model(torch.ones(1, 2)).sum().backward()
     optimizer_step(model, optimizer, scheduler)
     catch_up(scheduler, 4)

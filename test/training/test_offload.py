@@ -7,7 +7,7 @@ import torch
 
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.modules.checkpointing import recompute_in_eval
-from torchrl_rloo.training import make_optimizer, offload, offload_activations
+from torchrl_rloo.training import make_optimizer, offload_activations, shard
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
 IDS = torch.arange(5, 69).repeat(4, 1)
@@ -16,14 +16,14 @@ IDS = torch.arange(5, 69).repeat(4, 1)
 @pytest.fixture
 def packed(monkeypatch):
     """Tensors that were saved, and those of them that were copied."""
-    seen, pack = [], offload._pack
+    seen, pack = [], shard._pack
 
     def spy(tensor):
         result = pack(tensor)
         seen.append((tensor, isinstance(result, tuple)))
         return result
 
-    monkeypatch.setattr(offload, "_pack", spy)
+    monkeypatch.setattr(shard, "_pack", spy)
     return seen
 
 

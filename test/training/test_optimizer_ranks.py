@@ -26,8 +26,8 @@ from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import make_optimizer, make_schedule, optimizer_step, shard_model
-from torchrl_rloo.training.optimizer import gradient_norm
 from torchrl_rloo.training.optimizers import OPTIMIZERS, WHOLE_ONLY
+from torchrl_rloo.training.step import gradient_norm
 
 SIZE = 2
 STEPS = 6

@@ -12,9 +12,9 @@ from torchrl_rloo.cli.values import CHOICES
 from torchrl_rloo.data import notices
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.run.checkpoint import Checkpointer
-from torchrl_rloo.run.parts import gather_state, restore_state
-from torchrl_rloo.training import check_optimizer, joint, make_optimizer, make_schedule, optimizer_step
-from torchrl_rloo.training.adamw_8bit import _levels, _update_chunk
+from torchrl_rloo.run.shards import gather_state, restore_state
+from torchrl_rloo.training import check_optimizer, make_optimizer, make_schedule, optimizer_classes, optimizer_step
+from torchrl_rloo.training.optimizer_classes import _levels, _update_chunk
 from torchrl_rloo.training.optimizers import OPTIMIZERS
 from torchrl_rloo.training.schedules import SCHEDULES
 
@@ -113,7 +113,7 @@ def test_8bit_moments_of_rows_do_not_depend_on_other_rows(monkeypatch):
     """So chunks and shards of rows have the moments of the whole parameter."""
     found = []
     for values in (2**24, 640):  # all rows at a time, or ten
-        monkeypatch.setattr("torchrl_rloo.training.adamw_8bit.CHUNK_VALUES", values)
+        monkeypatch.setattr("torchrl_rloo.training.optimizer_classes.CHUNK_VALUES", values)
         found.append(weights(train(model := make_model(), make_optimizer(model, "adamw_8bit", lr=1e-2))))
     assert torch.equal(*found)
 
@@ -188,15 +188,15 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path, name):
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon", "adafactor", "nadam"])
 def test_steps_in_chunks_are_the_steps_of_all_parameters(monkeypatch, name):
     """As with states that wait in CPU memory, which only a GPU moves."""
-    monkeypatch.setattr(joint, "CHUNK_BYTES", 30_000)
+    monkeypatch.setattr(optimizer_classes, "CHUNK_BYTES", 30_000)
     expected = train(model := make_model(), make_optimizer(model, name, lr=1e-2))
     model = make_model()
-    optimizer = joint.OffloadedStates(make_optimizer(model, name, lr=1e-2))
-    assert len(list(joint._chunks(list(model.parameters())))) == 4
+    optimizer = optimizer_classes.OffloadedStates(make_optimizer(model, name, lr=1e-2))
+    assert len(list(optimizer_classes._chunks(list(model.parameters())))) == 4
     train(model, optimizer, range(2))
     assert all(p.grad is not None for p in model.parameters())
     # Go on with another one
-    other = joint.OffloadedStates(make_optimizer(model, name, lr=1e-2))
+    other = optimizer_classes.OffloadedStates(make_optimizer(model, name, lr=1e-2))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, other, range(2, 5))
     assert torch.equal(weights(model), weights(expected))

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from torchrl_rloo.training import catch_up, linear_schedule, make_schedule
+from torchrl_rloo.training import catch_up, make_schedule
 from torchrl_rloo.training.schedules import SCHEDULES
 
 
 def rates(total: int, **kwargs) -> list[float]:
     """Return the learning rates of all optimizer steps and the one after them, as shares of the first group's."""
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 2.0}, {"params": [torch.zeros(1)], "lr": 0.5}])
-    schedule = linear_schedule(optimizer, total, **kwargs)
+    schedule = make_schedule(optimizer, total, **{"warmup_steps": 0, "final_fraction": 0.0} | kwargs)
     found = []
     for _ in range(total + 1):
         first, second = schedule.get_last_lr()

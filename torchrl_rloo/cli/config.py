@@ -85,7 +85,7 @@ class TrainConfig:
     tensor_parallel: int = 1  # neighboring ranks that split the matrices of each layer
     context_parallel: int = 1  # ranks that split the tokens of each pass, for long rows; requires packing
     reduce: str = "last_pass"  # reduction of gradients over ranks: last_pass, or every_pass (less memory with fsdp)
-    rank_timeout: float = 1800.0  # seconds that a rank waits for the others in one call
+    rank_timeout: float = 7200.0  # seconds that a rank waits for the others, also for rank 0 to sample or evaluate
     offload: list[str] = field(default_factory=list)  # what waits in CPU memory: activations, optimizer, parameters
 
     def __post_init__(self):

@@ -106,9 +106,9 @@ def _run_ranks(recipe: str, settings: Sequence[str], ranks: int, resources: dict
     recipe_file(recipe)  # an unknown name is reported once
     command = ["-m", "torchrl_rloo.cli.main", "run", recipe, *settings]
     if resources is None:
-        from torchrl_rloo.runtime.ranks_launch import launch
+        from torchrl_rloo.cli.ranks import launch
 
-        raise SystemExit(launch([sys.executable, *command], ranks))
+        raise SystemExit(launch(command, ranks))
     from torchrl_rloo.ranks_on_ray import launch_on_ray
 
     address = next((s.partition("=")[2] for s in settings if s.startswith("ray.address=")), None)

@@ -258,8 +258,9 @@ def _fail(
             make_folder(output)
             file = write_text(output / "traceback.txt", mask_urls("".join(traceback.format_exception(error))))
             hint = f"traceback in {file}"
-    line = mask_urls(error_line(error, config))
-    print(f"error: {line} ({hint})" if output else f"error: {line}", file=sys.stderr, flush=True)
+    rank = f"rank {number}: " if (number := os.environ.get("RANK", "0")) != "0" else ""
+    line = f"error: {rank}{mask_urls(error_line(error, config))}"
+    print(f"{line} ({hint})" if output else line, file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 

@@ -32,8 +32,7 @@ from torchrl_rloo.objectives.rloo import RLOOLoss
 from torchrl_rloo.replay.row_files import read_regular
 from torchrl_rloo.replay.row_format import decode_index, decode_rows, encode_rows
 from torchrl_rloo.runtime.files import atomic_write, make_folder
-from torchrl_rloo.training.accumulate import accumulate
-from torchrl_rloo.training.optimizer import gradient_norm
+from torchrl_rloo.training.step import accumulate, gradient_norm
 from torchrl_rloo.weight_update.checksums import xxh3
 
 VERSION = 1

@@ -18,7 +18,7 @@ from torchrl_rloo.diagnostics.memory_settings import MemorySettings
 from torchrl_rloo.diagnostics.memory_shapes import PassBytes, Weight
 from torchrl_rloo.functional.log_probs import tile_limits
 from torchrl_rloo.runtime.lookup import did_you_mean
-from torchrl_rloo.training.joint import CHUNK_BYTES
+from torchrl_rloo.training.optimizer_classes import CHUNK_BYTES
 from torchrl_rloo.training.optimizers import TORCH_OPTIMIZERS
 
 GIB = 2**30

@@ -26,7 +26,7 @@ from torchrl_rloo.embedded.calculator import calculator_demonstrations
 from torchrl_rloo.embedded.guessing import guessing_demonstrations
 from torchrl_rloo.embedded.model import build_model
 from torchrl_rloo.embedded.tokenizer import build_tokenizer
-from torchrl_rloo.training import linear_schedule
+from torchrl_rloo.training import make_schedule
 
 STEPS = 500
 BATCH_SIZE = 32
@@ -119,7 +119,7 @@ def _train(
     ids, mask = _encode_demonstrations(tokenizer, task, seed, clean)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    schedule = linear_schedule(optimizer, steps, warmup_steps=min(LR_WARMUP_STEPS, steps))
+    schedule = make_schedule(optimizer, steps, warmup_steps=min(LR_WARMUP_STEPS, steps), final_fraction=0.0)
     for step in range(1, steps + 1):
         batch = torch.randint(len(ids), (BATCH_SIZE,), generator=generator)
         loss = _assistant_loss(model, ids[batch], mask[batch])

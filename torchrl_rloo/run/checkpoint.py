@@ -2,18 +2,6 @@
 
 A checkpoint is a nested dict of tensors and plain values. Without sharded tensors it is one file, which is loaded with
 ``weights_only=True``; with them it is a folder of :mod:`torchrl_rloo.run.shards`. Loading never runs code from either.
-
-Example:
-    >>> import tempfile, torch
-    >>> from torchrl_rloo.run import gather_state, restore_state, rng_state, set_rng_state
-    >>> model = torch.nn.Linear(2, 2)
-    >>> checkpointer = Checkpointer(tempfile.mkdtemp(), keep=2)
-    >>> path = checkpointer.save(10, {"step": 10, "rng": rng_state(), "parts": gather_state(model=model)})
-    >>> state = checkpointer.load()
-    >>> restore_state(state["parts"], model=model)
-    >>> set_rng_state(state["rng"])
-    >>> state["step"]
-    10
 """
 
 from __future__ import annotations
@@ -21,15 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 
-from torchrl_rloo.run.background import BackgroundCall
 from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.shards import STATE, agree, copy_to_cpu, detach_shards, read_folder, with_own_group, write_folder
 from torchrl_rloo.run.state import check_state, one_line, read_state
@@ -78,28 +65,17 @@ class Checkpointer:
         self.keep = keep
         self.ranks = ranks or Ranks.single()
         self._lock: DirectoryLock | None = None
-        self._background = BackgroundCall("checkpoint") if asynchronous else None
+        self._background = _BackgroundCall("checkpoint") if asynchronous else None
         self._writers: Ranks | None = None  # the ranks, in a group of the thread
         make_folder(self.directory)
 
     def lock(self) -> None:
-        """Lock the directory for writing on rank 0, if this object has not done so.
-
-        Raises:
-            DirectoryInUseError: if another process writes to the directory.
-        """
+        """Lock the directory for writing on rank 0, if this object has not done so."""
         if self.ranks.is_main and (self._lock is None or not self._lock.held):
             self._lock = DirectoryLock(self.directory)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the last asynchronous save is complete.
-
-        Args:
-            timeout: seconds to wait at most; then the save is left to itself.
-
-        Raises:
-            OSError: if it could not be written. Older checkpoints stay as they are.
-        """
+        """Wait for the end of the last asynchronous save, and raise its error; after ``timeout`` leave it to itself."""
         if self._background is not None:
             self._background.wait(timeout)
 
@@ -131,8 +107,7 @@ class Checkpointer:
 
         Raises:
             TypeError: if the state contains any other type. The message gives its place, and nothing is written.
-            ValueError: if ``step`` is negative, or the state is nested deeply or shares so much that
-                :func:`~torchrl_rloo.run.state.check_state` refuses it.
+            ValueError: if ``step`` is negative, or the state is nested deeply or contains itself.
             OSError: if the file cannot be written, such as on a full disk. Older checkpoints stay as they are.
             DirectoryInUseError: if another process writes to the directory.
         """
@@ -182,8 +157,8 @@ class Checkpointer:
             step: step of the checkpoint. None loads the newest one that is readable and warns of damaged ones.
 
         Returns:
-            The saved state, or None if ``step`` is None and there is no checkpoint. Sharded tensors are read when
-            :func:`restore_state` knows their new layout; here they are a ``SavedTensor``.
+            The saved state, or None if ``step`` is None and there is no checkpoint. Sharded tensors are read when a
+            part is restored, whose layout they get; here they are a ``SavedTensor``.
 
         Raises:
             FileNotFoundError: if there is no checkpoint of ``step``.
@@ -206,14 +181,7 @@ class Checkpointer:
             ) from error
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return path and state of the newest checkpoint that is readable; warn of damaged ones.
-
-        Returns:
-            None if there is no checkpoint.
-
-        Raises:
-            RuntimeError: if all checkpoints are damaged.
-        """
+        """Return path and state of the newest checkpoint that is readable, or None; see :meth:`load`."""
         paths = dict(self.ranks.broadcast(lambda: _list(self.directory)))
         for step in sorted(paths, reverse=True):
             try:
@@ -246,8 +214,6 @@ class Checkpointer:
             ranks.broadcast(lambda: self._write_file(path, state))
 
     def _write_file(self, path: Path, state: dict[str, Any]) -> None:
-        if path.is_dir():
-            _move_away(path)
         with atomic_write(path) as file:
             torch.save(state, file)
         self._rotate(path)
@@ -255,8 +221,6 @@ class Checkpointer:
     def _place(self, folder: Path, path: Path) -> None:
         if (path / STATE).is_file():
             _remove(path)
-        elif path.exists() or path.is_symlink():
-            _move_away(path)
         with explained(path):
             os.replace(folder, path)
             sync_directory(self.directory)
@@ -311,13 +275,34 @@ def _make_temporary(path: Path) -> Path:
     return folder
 
 
-def _move_away(path: Path) -> None:
-    """Rename a foreign thing that has the name of the checkpoint to save; a link to a folder is replaced."""
-    if path.is_symlink():
-        if not path.suffix:
-            path.unlink()
-        return
-    kind = "folder" if path.is_dir() else "file"
-    other = path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
-    _log.warning("renamed the %s %s to %s, because a checkpoint gets its name", kind, path, other.name)
-    path.rename(other)
+class _BackgroundCall:
+    """Thread for one call at a time. At its exit, Python waits for the end of the call."""
+
+    def __init__(self, name: str):
+        self._name, self._thread, self._error = name, None, None
+
+    @property
+    def failed(self) -> bool:
+        """True if the call raised an error that :meth:`wait` has not yet raised."""
+        return self._error is not None
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Start a call, after the end of the previous one."""
+        self.wait()
+        self._thread = Thread(target=self._run, args=(function, args), name=self._name)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end of the call and raise its error, once; after ``timeout`` seconds leave it to itself."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            function(*args)
+        except BaseException as error:  # raised by wait
+            self._error = error

@@ -42,11 +42,7 @@ class UnhealthyRunError(RuntimeError):
 
 
 class RollbackError(UnhealthyRunError):
-    """A rule takes the run back; see :func:`repeat_after_rollback`.
-
-    Attributes:
-        step: step of the checkpoint to continue from.
-    """
+    """A rule takes the run back to the checkpoint of a step; see :func:`repeat_after_rollback`."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
@@ -61,16 +57,10 @@ class Verdict(NamedTuple):
 
 
 class HealthLog:
-    """Part of a run that passes its metrics to a monitor and writes the events to ``health.jsonl``.
+    """Part of a run that passes its metrics to a monitor, and writes and shows the events."""
 
-    Args:
-        directory: directory of the run.
-        monitor: judge of the metrics.
-        show: function that prints a line. None prints nothing.
-    """
-
-    def __init__(self, directory: Path, monitor: Monitor, show: Callable[[str], None] | None = None) -> None:
-        self.monitor, self._path, self._show = monitor, directory / FILE, show or (lambda line: None)
+    def __init__(self, directory: Path, monitor: Monitor, show: Callable[[str], None]) -> None:
+        self.monitor, self._path, self._show = monitor, directory / FILE, show
         self._rollbacks, self._lr_scale = 0, 1.0
 
     def check(
@@ -80,14 +70,7 @@ class HealthLog:
         timings: Mapping[str, float],
         checkpoints: Callable[[], list[int]],
     ) -> Verdict | None:
-        """Judge a step, record its events, and decide.
-
-        Args:
-            step: number of the step.
-            metrics: values by name.
-            timings: values that depend on the clock.
-            checkpoints: function that returns the steps of all checkpoints, in ascending order.
-        """
+        """Judge a step, record its events, and decide; ``checkpoints`` returns the steps of all, in ascending order."""
         if not metrics and not timings:
             return None
         events = self.monitor.update(step, metrics, timings)
@@ -102,14 +85,9 @@ class HealthLog:
         return None
 
     def restore(self, step: int, state: Mapping[str, Any] | None) -> float:
-        """Continue from a checkpoint: restore the monitor, and drop the lines that will be written again.
+        """Continue from a checkpoint, or from step 0: restore the monitor, and drop lines that will be written again.
 
-        Args:
-            step: step of the checkpoint; 0 for a new run.
-            state: state from :meth:`state_dict`. None begins with an empty history.
-
-        Returns:
-            Factor that the learning rates of the checkpoint have to be multiplied by, for rollbacks after it.
+        Return the factor that the learning rates of the checkpoint have to be multiplied by, for rollbacks after it.
         """
         lines = kept_lines(self._path.read_text(encoding="utf-8"), step) if step and self._path.is_file() else []
         if lines or self._path.is_file():
@@ -154,12 +132,7 @@ class HealthLog:
 
 
 def raise_verdict(verdict: Verdict | None) -> None:
-    """Raise the error of a decision.
-
-    Raises:
-        UnhealthyRunError: if the run ends.
-        RollbackError: if it goes back.
-    """
+    """Raise the error of a decision."""
     if verdict is None:
         return
     if verdict.step is None:
@@ -196,16 +169,7 @@ def repeat_after_rollback(train: Callable[[int | None], None]) -> None:
 
 
 def scale_learning_rates(parts: Iterable[Any], factor: float) -> None:
-    """Multiply the learning rates of optimizers and of their schedules, in place; other parts stay as they are.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        >>> schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        >>> scale_learning_rates([optimizer, schedule], 0.5)
-        >>> optimizer.param_groups[0]["lr"], schedule.base_lrs
-        (0.5, [0.5])
-    """
+    """Multiply the learning rates of optimizers and of their schedules, in place; other parts stay as they are."""
     if factor == 1.0:
         return
     for part in parts:
@@ -221,11 +185,6 @@ def kept_lines(text: str, step: int) -> list[dict[str, Any]]:
 
     These are the events up to that step, and all events up to the last rollback, which explain it. A line that a kill
     cut off, or that is no event, is dropped.
-
-    Example:
-        >>> lines = '{"step": 4, "rule": "nan"}\\n{"step": 4, "rule": "rollback"}\\n{"step": 3, "rule": "nan"}\\n{"st'
-        >>> [line["rule"] for line in kept_lines(lines, step=2)]
-        ['nan', 'rollback']
     """
     events = []
     for line in text.split("\n"):

@@ -36,21 +36,7 @@ class DirectoryLock:
 
     The lock belongs to the process, which may take it any number of times; the last :meth:`close` frees it. The kernel
     frees it when the process ends in any way, also if children forked by Python go on. On a file system without locks
-    it only warns.
-
-    Args:
-        directory: directory to lock, created if necessary.
-        sole: if True, refuse a second lock with ``sole=True`` in this process.
-
-    Raises:
-        DirectoryInUseError: if another process holds the lock. The message names it.
-        OSError: if the directory is not writable.
-
-    Example:
-        >>> import tempfile
-        >>> with DirectoryLock(tempfile.mkdtemp()) as lock:
-        ...     [path.name for path in lock.directory.iterdir()]
-        ['.lock']
+    it only warns. With ``sole``, a second such lock of this process is refused.
     """
 
     def __init__(self, directory: str | Path, *, sole: bool = False) -> None:

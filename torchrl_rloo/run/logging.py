@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrl.record.loggers.common import Logger
 
-from torchrl_rloo.run.digest import Digest, MakeDigest
 from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers
 from torchrl_rloo.run.progress import make_progress
@@ -19,8 +19,13 @@ from torchrl_rloo.runtime.files import append, atomic_write, explained, make_fol
 
 _KINDS = ("metrics", "timings", "completions")
 _RESERVED = ("step", "table")
+Entry = Mapping[str, Any]  # step, metrics and timings
+MakeDigest = Callable[[Sequence[Entry], Entry | None], str]
 _SHOWN_ROWS = 2
 _SHOWN_CHARACTERS = 240
+_PER_RUN = 4  # digests
+_MIN_STEPS, _STEPS = 10, 50  # fewest steps between two digests, and steps if their total is unknown
+_SECONDS = 600.0  # longest time between two digests
 
 
 class RunLogger:
@@ -40,8 +45,8 @@ class RunLogger:
         headline: metrics and timings in the display, on the steps that have them.
         logger_kwargs: keyword arguments by logger name. By default W&B and MLflow start a new run in every process;
             ``{"wandb": {"id": "run-7", "project": "rloo"}}`` continues one.
-        digest: function of :class:`~torchrl_rloo.run.digest.Digest`, whose text the display shows a few times in a
-            run; None shows none.
+        digest: function of the entries since the last text, and of the entry before them or None. The display shows
+            its text about four times in a run, unless it is empty. None shows none.
 
     Raises:
         ValueError: if a logger is unknown, or if ``logger_kwargs`` names a logger that is not in ``loggers``.
@@ -135,11 +140,7 @@ class RunLogger:
         return values | times
 
     def log_phase(self, phase: str | None) -> None:
-        """Show what the run does now: in the progress bar, and in loggers that have a place for it.
-
-        Args:
-            phase: name of the phase; None between two.
-        """
+        """Show the phase of the run, or None, in the progress bar and in loggers that have a place for it."""
         self._progress.show_phase(phase)
         for logger in self._loggers or ():
             if hasattr(logger, "log_phase"):
@@ -337,3 +338,25 @@ def _one_line(text: str) -> str:
         half = _SHOWN_CHARACTERS // 2
         text = f"{text[:half]} ... {text[-half:]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+class Digest:
+    """Text about the steps since the last text: at most four times in a run, at its end, and every ten minutes."""
+
+    def __init__(self, make: MakeDigest, total_steps: int | None, clock: Callable[[], float] = time.monotonic):
+        self._make, self._total, self._clock = make, total_steps, clock
+        self._every = _STEPS if total_steps is None else max(_MIN_STEPS, total_steps // _PER_RUN)
+        self._entries: list[Entry] = []
+        self._before: Entry | None = None
+        self._made_at = clock()
+
+    def text(self, entry: Entry) -> str:
+        """Take the entry of a step, and return the text if it is due, otherwise an empty one."""
+        self._entries.append(entry)
+        step = entry["step"]
+        late = self._clock() - self._made_at >= _SECONDS
+        if not (late or step == self._total or (step > 0 and step % self._every == 0)):
+            return ""
+        text = self._make(self._entries, self._before)
+        self._entries, self._before, self._made_at = [], entry, self._clock()
+        return text

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 _PHASE_PERIOD_S = 0.2  # shortest time between two phases that a bar shows
 
 
-class Progress(Protocol):
-    """Protocol of a progress display."""
+class Silent:
+    """Display that shows nothing; base of the others."""
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Show that ``step`` is done, with its headline metrics."""
@@ -28,13 +28,10 @@ class Progress(Protocol):
         """Close the display and leave its last state visible."""
 
 
-def make_progress(progress: bool | None, total: int | None) -> Progress:
-    """Make the display for the current stderr.
+def make_progress(progress: bool | None, total: int | None) -> Silent:
+    """Make the display for the current stderr, by default a bar on a terminal and plain lines elsewhere.
 
-    Args:
-        progress: True shows a bar, even if stderr is not a terminal (a notebook). False shows nothing. None shows a
-            bar on a terminal and plain lines elsewhere.
-        total: number of the last step. None if unknown.
+    True shows a bar even if stderr is not a terminal, as in a notebook. False shows nothing.
     """
     if progress is False:
         return Silent()
@@ -43,23 +40,7 @@ def make_progress(progress: bool | None, total: int | None) -> Progress:
     return Lines(total, sys.stderr)
 
 
-class Silent:
-    """Display that shows nothing."""
-
-    def show(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def show_phase(self, phase: str | None) -> None:
-        pass
-
-    def write(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Bar:
+class Bar(Silent):
     """Display with a tqdm bar."""
 
     def __init__(self, total: int | None, stream: TextIO) -> None:
@@ -91,7 +72,7 @@ class Bar:
             self._bar = None
 
 
-class Lines:
+class Lines(Silent):
     """Display of plain lines for the first and last step, steps with more metrics, and about 20 others.
 
     If the total is unknown, every tenth step has a line.
@@ -118,9 +99,6 @@ class Lines:
             self._print(line, step)
         elif step != self._last_shown:
             self._pending = line
-
-    def show_phase(self, phase: str | None) -> None:
-        pass
 
     def write(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -158,12 +136,7 @@ def _figure(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as ``45s``, ``2m31s`` or ``3h07m``.
-
-    Example:
-        >>> duration(45), duration(151), duration(11220)
-        ('45s', '2m31s', '3h07m')
-    """
+    """Format seconds as ``45s``, ``2m31s`` or ``3h07m``."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"

@@ -6,14 +6,18 @@ import atexit
 import gc
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+import shutil
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
+
 from torchrl_rloo.run.checkpoint import Checkpointer
-from torchrl_rloo.run.digest import MakeDigest
 from torchrl_rloo.run.health_log import (
     HealthLog,
     Monitor,
@@ -22,15 +26,12 @@ from torchrl_rloo.run.health_log import (
     raise_verdict,
     scale_learning_rates,
 )
-from torchrl_rloo.run.interrupt import StopSignal
 from torchrl_rloo.run.lock import DirectoryLock
-from torchrl_rloo.run.logging import RunLogger
-from torchrl_rloo.run.parts import gather_state, restore_state
+from torchrl_rloo.run.logging import MakeDigest, RunLogger
+from torchrl_rloo.run.meters import StepTimer, cpu_seconds
 from torchrl_rloo.run.settings import RESUME, check_resume, check_same_settings, write_settings
-from torchrl_rloo.run.shards import agree
-from torchrl_rloo.run.space import check_space
+from torchrl_rloo.run.shards import agree, gather_state, restore_state
 from torchrl_rloo.run.state import rng_state, set_rng_state
-from torchrl_rloo.run.timing import StepTimer, cpu_seconds
 from torchrl_rloo.runtime.files import refuse_links
 from torchrl_rloo.runtime.masking import mask_settings
 from torchrl_rloo.runtime.ranks import Ranks
@@ -39,13 +40,40 @@ _log = logging.getLogger(__name__)
 
 _PATIENCE_S = 30.0  # seconds that a failed rank waits for a save, in which the other ranks take part
 _OWN_PARTS = ("logger", "health")
-_ENTRIES = {  # entries of a checkpoint and their types
-    "step": (int,),
-    "cpu_seconds": (float, int),
-    "settings": (dict, OrderedDict),
-    "rng": (dict,),
-    "parts": (dict,),
-}
+_ENTRIES = ("cpu_seconds", "parts", "rng", "settings", "step")  # of a checkpoint
+
+
+class StopSignal:
+    """Context manager that turns the first SIGINT or SIGTERM into a stop request; the second one aborts.
+
+    Only the main thread can set signal handlers. In other threads the context manager does nothing, and only the caller
+    can set ``requested``.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            # None is a handler that was not set from Python and that Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt(f"second signal: {signal.Signals(number).name}")
+        self.requested = True
+        _log.warning(
+            "%s received: the run will save and stop at the end of this step; a second signal aborts it immediately",
+            signal.Signals(number).name,
+        )
 
 
 class Run:
@@ -159,8 +187,7 @@ class Run:
         self._resume, self._checkpoint_every, self._stop_after = resume, checkpoint_every, stop_after
         checkpoints = self.directory / "checkpoints"
         self._checkpoints = Checkpointer(checkpoints, keep=keep, ranks=self.ranks, asynchronous=asynchronous)
-        self.timer, self._stop, self._stack = StepTimer(), StopSignal(), ExitStack()
-        self.timer.on_phase = self.logger.log_phase
+        self.timer, self._stop, self._stack = StepTimer(self.logger.log_phase), StopSignal(), ExitStack()
         self.metrics: dict[str, float] = {}
         self._cpu_before, self._timings = 0.0, {}
         self._late: dict[int, dict[str, float]] = {}
@@ -284,7 +311,7 @@ class Run:
         stack.callback(self._checkpoints.close)
         self._checkpoints.lock()
         refuse_links(self.directory, ("checkpoints", "transcripts", "model"))
-        check_space(self.directory, self.parts.values())
+        _check_space(self.directory, self.parts.values())
 
     def _print(self, text: str) -> None:
         if self.ranks.is_main:
@@ -396,11 +423,28 @@ def _named_restore(path: Path) -> Iterator[None]:
 def _check_entries(path: Path, state: Mapping[str, Any]) -> None:
     """Raise a ``ValueError`` if the entries of a state are not those that a run saves."""
     wrong = sorted(set(_ENTRIES) ^ set(state), key=str)
-    wrong += [name for name, types in _ENTRIES.items() if name in state and type(state[name]) not in types]
-    if not wrong and path.stem != f"step_{state['step']:08d}":
-        wrong = ["step"]
-    if wrong:
+    if wrong or path.stem != f"step_{state['step']:08}":
         raise ValueError(
-            f"{path} is no checkpoint of a run, or a damaged one: see its entries {wrong}; remove it to continue from "
-            "the checkpoint before it, or set resume=never to start over"
+            f"{path} is no checkpoint of a run, or a damaged one: see its entries {wrong or ['step']}; remove it to "
+            "continue from the checkpoint before it, or set resume=never to start over"
         )
+
+
+def _check_space(directory: Path, parts: Iterable[Any]) -> None:
+    """Raise an ``OSError`` if the disk has less free space than the models and optimizers of a checkpoint take."""
+    needed = sum(map(_bytes_of, parts))
+    if (free := shutil.disk_usage(directory).free) < needed:
+        raise OSError(
+            f"directory={directory} has {free / 1e6:.1f} MB of free disk space, but a checkpoint takes at least "
+            f"{needed / 1e6:.1f} MB; free space, or set another output directory"
+        )
+
+
+def _bytes_of(part: Any) -> int:
+    """Return the bytes of the tensors of a model or optimizer; 0 for other parts."""
+    if isinstance(part, torch.nn.Module):
+        tensors = (t for t in part.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor))
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())  # tied weights are stored once
+    if isinstance(part, torch.optim.Adam):  # and AdamW; two moments, which exist only after the first step
+        return 2 * sum(p.nbytes for group in part.param_groups for p in group["params"] if p.requires_grad)
+    return 0

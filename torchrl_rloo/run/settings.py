@@ -31,14 +31,7 @@ IGNORED_SETTINGS = (
     "rollouts.bundles",
     "rollouts.bundle_weights",
 )  # may differ: they do not change results, or health.jsonl records what they did
-_RANKS = (
-    "parallel",
-    "shard_size",
-    "reduce",
-    "tensor_parallel",
-    "context_parallel",
-    "offload",
-)  # these change rounding
+_RANKS = ("parallel", "shard_size", "reduce", "tensor_parallel", "context_parallel", "offload")  # these change rounding
 EXTENDABLE = (  # may differ with "extend"
     *("plan.steps", "train.steps", "inference", "eval", "threads", "model.device"),
     *(f"train.{name}" for name in _RANKS),
@@ -48,12 +41,7 @@ EXTENDABLE = (  # may differ with "extend"
 def differences(
     saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield ``(name, saved, current)`` of each setting that differs between two nested configurations.
-
-    Example:
-        >>> list(differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}}))
-        [('optim.lr', 0.1, 0.2)]
-    """
+    """Yield ``(name, saved, current)`` of each setting that differs between two nested configurations."""
     for key in sorted({*saved, *current}, key=str):
         old, new = saved.get(key), current.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -63,11 +51,7 @@ def differences(
 
 
 def check_resume(resume: Any) -> None:
-    """Raise unless ``resume`` is one of :data:`RESUME` or the number of a step.
-
-    Raises:
-        ValueError: with the valid values.
-    """
+    """Raise unless ``resume`` is one of :data:`RESUME` or the number of a step."""
     if resume not in RESUME and not (type(resume) is int and resume >= 0):
         raise ValueError(f"resume={resume!r} must be one of {list(RESUME)} or the step of a checkpoint, at least 0")
 
@@ -86,15 +70,10 @@ def check_resumable(
 ) -> None:
     """Refuse to continue a run with other settings, or from a missing step, before anything is loaded.
 
-    Args:
-        directory: directory of the run.
-        settings: see :class:`~torchrl_rloo.run.Run`.
-        defaults: see :class:`~torchrl_rloo.run.Run`.
-        resume: see :class:`~torchrl_rloo.run.Run`.
-        **_: other arguments of :class:`~torchrl_rloo.run.Run`, which are ignored.
+    It takes the arguments of :class:`~torchrl_rloo.run.Run`, and ignores those that it does not name.
 
     Raises:
-        ValueError: if settings differ, see :func:`check_same_settings`.
+        ValueError: if settings differ. The message names them and the fix.
         FileNotFoundError: if ``resume`` is a number and there is no checkpoint of that step.
     """
     directory = Path(directory)
@@ -118,15 +97,7 @@ def check_same_settings(
 ) -> None:
     """Refuse to continue a run with other settings, except for secrets, which are masked and may differ.
 
-    Args:
-        saved: settings of the checkpoint. Missing ones have their defaults.
-        current: settings of this process.
-        defaults: default values of all settings.
-        extend: if True, settings in :data:`EXTENDABLE` may differ.
-        where: the run's directory, for the message.
-
-    Raises:
-        ValueError: if settings differ. The message names them and the fix.
+    Settings that the checkpoint lacks have their defaults. With ``extend``, those in :data:`EXTENDABLE` may differ.
     """
     free = IGNORED_SETTINGS + EXTENDABLE if extend else IGNORED_SETTINGS
     saved, current = mask_settings(_with_defaults(saved, defaults)), mask_settings(current)

@@ -1,8 +1,8 @@
-"""Folders of sharded tensors, written and read by ``torch.distributed.checkpoint`` as safetensors.
+"""Sharded tensors in a checkpoint: a folder of safetensors by ``torch.distributed.checkpoint``, and their layout.
 
 A folder has one file of tensors per rank, and ``state.pt`` with everything else: plain values, whole tensors, a place
 for each sharded tensor, and the size and SHA-256 of the other files. Nothing in it can run code. The number of ranks
-that read a folder may differ from the number that wrote it.
+that read a folder may differ from the number that wrote it: each part gets its state in the layout that it has now.
 """
 
 from __future__ import annotations
@@ -32,14 +32,7 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Tensor in the files of a folder, not yet read.
-
-    Attributes:
-        folder: folder of the files.
-        name: name in the files.
-        shape: shape of the whole tensor.
-        dtype: dtype.
-    """
+    """Tensor in the files of a folder, not yet read; the shape is that of the whole tensor."""
 
     folder: Path
     name: str
@@ -53,14 +46,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def detach_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Separate the sharded tensors from a state.
-
-    Returns:
-        The state with a place for each sharded tensor, and the sharded tensors by name. Tied ones share a name.
-
-    Raises:
-        ValueError: if two tensors would have one name, or one is a pending sum.
-    """
+    """Return a state with a place for each sharded tensor, and these tensors by name; tied ones share a name."""
     shards: dict[str, torch.Tensor] = {}
     names: dict[tuple, str] = {}
 
@@ -104,16 +90,9 @@ def copy_to_cpu(state: Any) -> Any:
 
 
 def write_folder(folder: Path, state: Mapping[str, Any], shards: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-    """Write a state into an existing folder that all ranks see, durably; a collective call.
+    """Write a state and its shards into an empty folder that all ranks see, durably; a collective call.
 
-    Args:
-        folder: empty folder.
-        state: state with places for the sharded tensors; only rank 0's is written.
-        shards: sharded tensors by name.
-        ranks: ranks that call this function, with a group for it.
-
-    Raises:
-        OSError: on all ranks, if one of them cannot write its file.
+    Only rank 0's state is written. If one rank cannot write its file, all raise.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -137,10 +116,7 @@ def write_folder(folder: Path, state: Mapping[str, Any], shards: Mapping[str, to
 def read_folder(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Read the state of a folder, with a :class:`SavedTensor` for each sharded tensor; a collective call.
 
-    Each rank verifies the checksums of its share of the files.
-
-    Raises:
-        Exception: on all ranks, of any type that depends on the place of the damage.
+    Each rank verifies the checksums of its share of the files. If one finds damage, all raise an error of any type.
     """
 
     def check() -> dict[str, Any]:
@@ -160,12 +136,7 @@ def read_folder(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def read_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Fill tensors from the safetensors files of a folder; of a sharded tensor, a rank reads only its shards.
-
-    Args:
-        tensors: tensors to fill, by their names in the files, which have their shapes.
-        folder: folder of files, from :func:`write_folder` or in Hugging Face format.
-    """
+    """Fill tensors, by name, from the safetensors files of a folder; of a sharded one, a rank reads only its shards."""
     from torch.distributed import checkpoint as dcp
 
     with _first_failure(folder), torch.no_grad():
@@ -194,12 +165,7 @@ def _with_places(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def agree(ranks: Ranks, function: Callable[[], Any]) -> Any:
-    """Call a function on all ranks and return its result, or raise on all ranks if it raises on one.
-
-    Raises:
-        Exception: the function's own error where it raised.
-        RuntimeError: on the other ranks, with the first error.
-    """
+    """Call a function on all ranks and return its result, or raise on all ranks if it raises on one."""
     result, error = None, None
     try:
         result = function()
@@ -251,3 +217,120 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def gather_state(**parts: Any) -> dict[str, Any]:
+    """Return ``{name: part.state_dict()}`` of all parts, to save under one key of the checkpoint.
+
+    Raises:
+        TypeError: if a part has no ``state_dict``.
+        ValueError: if an optimizer has whole tensors for a sharded parameter, which differ between ranks.
+    """
+    for name, part in parts.items():
+        if not hasattr(part, "state_dict"):
+            raise TypeError(f"part {name!r} is a {type(part).__name__}, but must have state_dict()")
+    states = {name: part.state_dict() for name, part in parts.items()}
+    for name, part in parts.items():
+        _check_shards(name, part, states[name])
+    return states
+
+
+def restore_state(state: Mapping[str, Any], **parts: Any) -> None:
+    """Restore the state that :func:`gather_state` saved for each part.
+
+    A tensor comes back whole or in shards, as the part has it now, however it was saved.
+
+    Raises:
+        KeyError: if the names in ``state`` and in ``parts`` differ. No part is restored then.
+    """
+    missing = sorted(set(parts) - set(state))
+    unexpected = sorted(set(state) - set(parts))
+    if missing or unexpected:
+        raise KeyError(
+            f"the saved state must have the names of the parts: {missing} missing from the state, {unexpected} in the "
+            "state but not among the parts"
+        )
+    for name, part in parts.items():
+        part.load_state_dict(_laid_out(state[name], part))
+
+
+def _laid_out(state: Any, part: Any) -> Any:
+    """Return a part's saved state with each tensor in the layout of the part."""
+    models = _model_tensors(part)
+    pending: dict[SavedTensor, torch.Tensor] = {}
+
+    def lay_out(value: Any, path: tuple) -> Any:
+        if not isinstance(value, (torch.Tensor, SavedTensor)):
+            return None
+        like = models.get(path[:1]) if isinstance(part, torch.nn.Module) else models.get(path[:2])
+        if isinstance(value, SavedTensor):
+            if value not in pending:
+                pending[value] = _allocate(value, like)
+            return pending[value]
+        return _distribute(value, like)
+
+    state = rebuild(state, lay_out)
+    for folder in {saved.folder for saved in pending}:
+        read_tensors({saved.name: tensor for saved, tensor in pending.items() if saved.folder == folder}, folder)
+    return state
+
+
+def _model_tensors(part: Any) -> dict[tuple, torch.Tensor]:
+    """Return the tensors that give the layout of a part's state, by the beginning of their path in it."""
+    if isinstance(part, torch.nn.Module):
+        return {(name,): tensor for name, tensor in part.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    # State of an optimizer has the layout of its parameters, which it numbers over all groups
+    groups = getattr(part, "param_groups", [])
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return {("state", number): parameter for number, parameter in enumerate(parameters)}
+
+
+def _allocate(saved: SavedTensor, like: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor to fill, of zeros rather than earlier contents of the memory."""
+    placements = _placements(saved.shape, like)
+    if placements is None:
+        return torch.zeros(saved.shape, dtype=saved.dtype)
+    if saved.shape == like.shape:
+        return torch.zeros_like(like, dtype=saved.dtype, requires_grad=False)
+    from torch.distributed.tensor import zeros
+
+    return zeros(saved.shape, dtype=saved.dtype, device_mesh=like.device_mesh, placements=placements)
+
+
+def _distribute(tensor: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """Return this rank's shards of a tensor that was saved whole; scalars stay as they are."""
+    placements = _placements(tensor.shape, like)
+    if placements is None or not tensor.ndim:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, placements, src_data_rank=None)
+
+
+def _placements(shape: torch.Size, like: torch.Tensor | None) -> list[Any] | None:
+    """Return how a tensor is sharded in the layout of another one; None if that is whole.
+
+    A state of another shape, such as a scale per block of a row, is sharded in the same dimensions if their lengths
+    are equal. Otherwise each rank has it whole.
+    """
+    if not is_sharded(like):
+        return None
+    from torch.distributed.tensor import Replicate
+
+    dims = [getattr(placement, "dim", None) for placement in like.placements]
+    fits = len(shape) == like.ndim and all(dim is None or shape[dim] == like.shape[dim] for dim in dims)
+    return list(like.placements) if fits else [Replicate()] * len(dims)
+
+
+def _check_shards(name: str, part: Any, state: Any) -> None:
+    """Raise a ``ValueError`` if an optimizer keeps local tensors for shards: only those of rank 0 would be saved."""
+    if isinstance(part, torch.nn.Module):
+        return
+    for path, parameter in _model_tensors(part).items():
+        found = state.get("state", {}).get(path[1], {}) if is_sharded(parameter) else {}
+        local = [key for key, value in found.items() if isinstance(value, torch.Tensor) and value.numel() > 1]
+        if wrong := [key for key in local if not is_sharded(found[key])]:
+            raise ValueError(
+                f"part {name!r} keeps {wrong} of a sharded parameter as local tensors, which a checkpoint "
+                "cannot assemble; use an optimizer that keeps DTensors (optimizer.name)"
+            )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import pickle
 import re
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,14 +17,19 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchrl_rloo.runtime.ranks_watch import EXIT_CODE, RankError, Watch, connect
+from torchrl_rloo.runtime.ranks_launch import EXIT_CODE
+from torchrl_rloo.runtime.threads import PackageThread
 
 __all__ = ["RANK_TIMEOUT_S", "RankError", "Ranks"]
 
-RANK_TIMEOUT_S = 1800.0  # seconds that a rank waits for the others in one call
-_POLL_S = 0.1  # between attempts to reach rank 0
+RANK_TIMEOUT_S = 7200.0  # seconds that a rank waits for the others in one call; rank 0 may sample or evaluate for long
+_STORE_S = 5.0  # for an answer of the store, whose process may be stopped
 
 T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """Error of another rank, or a wait for one that took too long."""
 
 
 class Ranks:
@@ -36,10 +38,9 @@ class Ranks:
     Rank 0 samples, evaluates and logs. All ranks train on their share of its rows. Consecutive ranks that split one
     copy of the model or its rows (tensor and context parallelism) have the same share.
 
-    All ranks enter the same calls (:meth:`broadcast`, :meth:`all_gather`, :meth:`call`) in the same order. The others
-    wait for rank 0 without a limit, because it may sample or evaluate for hours; they notice its end at once. Every
-    other wait ends after ``timeout`` seconds. The first failure of a rank ends all: it prints its traceback, and each
-    of the others one line that names it. This covers errors, kills, stopped processes and lost machines.
+    All ranks enter the same calls (:meth:`broadcast`, :meth:`all_gather`, :meth:`call`) in the same order. A wait in a
+    call, also for rank 0 that samples, ends after ``timeout`` seconds. The first failure of a rank ends all: it raises
+    its error, and each of the others prints one line that names it. The launcher ends those that are not in a call.
 
     Args:
         rank: number of this process, from 0.
@@ -49,18 +50,14 @@ class Ranks:
         control: group of all ranks on the CPU (gloo), for objects and waits. None for a single process.
         tensor_parallel: consecutive ranks that split the matrices of each layer.
         context_parallel: ranks that split the tokens of each pass; each is a group of ``tensor_parallel`` ranks.
-        watch: exchange of calls and failures with the other ranks. None only fails by the time-outs of the groups.
+        store: store of the ranks, through which they tell each other of calls and failures. None names no ranks.
         timeout: seconds that a rank waits for the others in a call of later groups (:meth:`make_mesh`). None leaves
             torch's default.
-
-    Raises:
-        ValueError: if ``tensor_parallel * context_parallel`` is below 1 or does not divide ``size``.
 
     Attributes:
         is_main: True on rank 0.
         share_size: number of ranks with the same share of the rows.
-        data_rank: number of the share of this rank.
-        data_size: number of shares.
+        data_rank, data_size: number of the share of this rank, and number of shares.
         averaged: number of ranks over which DDP and FSDP average the gradients.
         place: current step or phase, which errors name after the call, such as ``"step 7"``.
 
@@ -80,26 +77,27 @@ class Ranks:
         control: distributed.ProcessGroup | None = None,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
-        watch: Watch | None = None,
+        store: distributed.Store | None = None,
         timeout: float | None = None,
     ):
-        for name, value in (("tensor_parallel", tensor_parallel), ("context_parallel", context_parallel)):
+        split = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+        for name, value in split.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if size % (tensor_parallel * context_parallel):
-            raise ValueError(
-                f"tensor_parallel={tensor_parallel} * context_parallel={context_parallel} must divide the number of "
-                f"ranks, {size}; start a multiple of {tensor_parallel * context_parallel} ranks"
-            )
         self.tensor_parallel, self.context_parallel = tensor_parallel, context_parallel
         self.share_size = tensor_parallel * context_parallel
+        if size % self.share_size:
+            product = " * ".join(f"{name}={value}" for name, value in split.items())
+            multiple = f"start a multiple of {self.share_size} ranks"
+            raise ValueError(f"{product} must divide the number of ranks, {size}; {multiple}")
         self.data_rank, self.data_size = rank // self.share_size, size // self.share_size
         self.averaged = size // tensor_parallel
         self.rank, self.size, self.device = rank, size, torch.device(device)
-        self.group, self.control, self.watch, self.timeout = group, control, watch, timeout
+        self.group, self.control, self.store, self.timeout = group, control, store, timeout
         self.is_main = rank == 0
         self.place = ""
         self._names: list[str] = []  # of the calls that this rank is in, outermost first
+        self._calls, self._last = 0, "after the start"  # number of calls, and the last one in words
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Ranks:
@@ -118,16 +116,11 @@ class Ranks:
     ) -> Ranks:
         """Join the ranks that ``torchrun`` or ``torchrl-rloo run --ranks`` started, or return a single one.
 
-        Args:
-            device: ``"cpu"``, or ``"cuda"`` for one GPU per rank, the one with the number of the local rank.
-            timeout: seconds that a rank waits for the others in one call.
-            group: form a process group also for a single process without ``torchrun``, as DDP and FSDP require.
-            tensor_parallel: ranks that split the matrices of each layer.
-            context_parallel: ranks that split the tokens of each pass.
+        ``device`` is ``"cpu"``, or ``"cuda"`` for the GPU with the number of the local rank. ``group=True`` forms a
+        process group also for a single process without ``torchrun``, as DDP and FSDP require.
 
         Raises:
-            ValueError: if the variables of ``torchrun`` are incomplete, the number of ranks does not fit, or
-                ``timeout`` is not above 0.
+            ValueError: if the number of ranks does not fit, or ``timeout`` is not above 0.
             RankError: if not all ranks come within ``timeout``.
         """
         if not timeout > 0:
@@ -143,30 +136,24 @@ class Ranks:
         # Join; errors of the store name neither ranks nor limits
         backend = "nccl" if device.startswith("cuda") else "gloo"
         limit = timedelta(seconds=timeout)
-        if os.environ.get("RANK", "0") != "0":
-            _await_rank_0(timeout)
         try:
-            store = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if alone else {}
-            distributed.init_process_group(backend, timeout=limit, **store)
+            store, rank, size = distributed.HashStore(), 0, 1
+            if not alone:
+                store, rank, size = next(distributed.rendezvous("env://", timeout=limit))
+            prefixed = distributed.PrefixStore("groups", store)
+            distributed.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=limit)
         except distributed.DistError as error:
             wanted = f"rank {os.environ.get('RANK')} waited {timeout:g} s for {os.environ['WORLD_SIZE']} ranks to start"
             raise RankError(f"{wanted}: {_line(error)}") from error
-        world, rank, size = distributed.group.WORLD, distributed.get_rank(), distributed.get_world_size()
+        world = distributed.group.WORLD
         control = world if backend == "gloo" else distributed.new_group(backend="gloo", timeout=limit)
-        ranks = cls(rank, size, device=device, group=world, control=control, timeout=timeout, **split)
-        # Watch the other ranks, on one machine by its loopback address
-        if size > 1:
-            local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-            connections = connect(rank, size, ranks._share, None if local else os.environ["MASTER_ADDR"], timeout)
-            ranks.watch = Watch(rank, connections, timeout)
-            atexit.register(ranks._close_at_exit)
-        return ranks
+        store = store if size > 1 else None
+        return cls(rank, size, device=device, group=world, control=control, store=store, timeout=timeout, **split)
 
     def make_mesh(self, **shape: int) -> DeviceMesh:
         """Arrange all ranks in a device mesh, whose groups have the time-out of the ranks; a collective call.
 
-        Args:
-            **shape: size of each dimension by its name, the outermost first. Their product is the number of ranks.
+        ``shape`` has the size of each dimension by its name, the outermost first.
         """
         mesh = init_device_mesh(self.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         if self.timeout is not None:
@@ -176,38 +163,30 @@ class Ranks:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Name a call that all ranks make together, for errors, and wait until rank 0 makes it.
+        """Name a call that all ranks make together, for errors.
 
-        An error of a collective inside becomes a :class:`RankError` that names the call and the missing ranks.
-
-        Args:
-            name: name of the call, equal on all ranks, such as ``"gradient, pass 3 of 4"``.
-
-        Raises:
-            RankError: if another rank failed, did not come, or came to another call.
+        An error of a collective inside becomes a :class:`RankError` that names the first failure, or the missing ranks.
+        The name is equal on all ranks, such as ``"gradient, pass 3 of 4"``.
         """
         started = time.monotonic()
         self._names.append(name)
+        where = self._where()
+        self._calls, self._last = self._calls + 1, f"in {where}"
+        if self.store is not None:
+            with suppress(RuntimeError):  # without a store the ranks end in the collective
+                self.store.set(f"call/{self.rank}", f"{self._calls} {where}")
         try:
-            if self.watch is not None:
-                self.watch.enter(self._where())
-                self.watch.is_inside = True
             yield
+            self._last = f"after {where}"
         except RuntimeError as error:
-            if self.watch is None or not _is_collective(error):
+            if self.store is None or not _is_collective(error):
                 raise
-            raise RankError(self._blame(error, time.monotonic() - started)) from None
+            raise RankError(self._blame(error, f"waited {time.monotonic() - started:.0f} s")) from None
         finally:
             self._names.pop()
-            if self.watch is not None and not sys.exc_info()[0]:
-                self.watch.is_inside = bool(self._names)
 
     def broadcast(self, function: Callable[[], Any], name: str = "broadcast") -> Any:
-        """Call a function on rank 0 and return its result on all ranks, which wait for it without a limit.
-
-        Args:
-            function: function without arguments, whose result can be pickled.
-            name: name of the call in errors.
+        """Call a function on rank 0 and return its result, which can be pickled, on all ranks.
 
         Raises:
             RankError: on the other ranks, if the function raises on rank 0. Rank 0 raises the error itself.
@@ -221,23 +200,18 @@ class Ranks:
             except BaseException as raised:
                 error = raised
         with self.call(name):
-            result, text = self._share((result, None if error is None else f"{type(error).__name__}: {error}"))
+            message = [_dump((result, None if error is None else f"{type(error).__name__}: {error}"))]
+            distributed.broadcast_object_list(message, src=0, group=self.control)
             if error is not None:
                 raise error
-            if text is not None:
-                raise RankError(f"rank 0 failed in {self._where()}: {text}")
+            if not self.is_main:
+                result, text = pickle.loads(message[0])
+                if text is not None:
+                    raise RankError(f"rank 0 failed in {self._where()}: {text}")
         return result
 
     def on_main(self, function: Callable[[], T], name: str = "broadcast") -> T | None:
-        """Call a function on rank 0 while the other ranks wait; return its result there and None on these.
-
-        Args:
-            function: function without arguments.
-            name: name of the call in errors.
-
-        Raises:
-            RankError: on the other ranks, if the function raises on rank 0. Rank 0 raises the error itself.
-        """
+        """Call a function on rank 0 while the other ranks wait; return its result there and None on these."""
         result: list[T] = []
         self.broadcast(lambda: result.append(function()), name)
         return result[0] if result else None
@@ -248,15 +222,7 @@ class Ranks:
             print(text, flush=True)
 
     def all_gather(self, value: Any, name: str = "all_gather") -> list[Any]:
-        """Return the value of each rank, in the order of the ranks.
-
-        Args:
-            value: value of this rank, which can be pickled.
-            name: name of the call in errors.
-
-        Raises:
-            RankError: if another rank failed or did not come.
-        """
+        """Return the value of each rank, which can be pickled, in the order of the ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -265,10 +231,10 @@ class Ranks:
         return [pickle.loads(told) for told in values]
 
     def close(self) -> None:
-        """Leave the other ranks and the process group."""
-        if self.watch is not None:
-            atexit.unregister(self._close_at_exit)
-            self.watch.leave()
+        """Leave the process group, after all ranks have come to their end."""
+        if self.store is not None:  # rank 0 may hold the store, and the others use it in their last call
+            with self.call("the end"):
+                distributed.barrier(group=self.control)
         if self.group is not None and distributed.is_initialized():
             distributed.destroy_process_group()
 
@@ -276,50 +242,63 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Leave the ranks; after an error, end them all.
+        """Leave the ranks; after an error, tell the others of it.
 
         Raises:
             SystemExit: with the code 75, if another rank failed first. One line about it has been printed.
         """
-        finished = error is None or isinstance(error, SystemExit) and not error.code
-        if finished or self.watch is None:
-            return self.close()
-        atexit.unregister(self._close_at_exit)
-        if self._report(error).rank != self.rank:
-            raise SystemExit(EXIT_CODE) from None
-        _print_once(error)
-
-    def _report(self, error: BaseException):
-        """Tell the other ranks of an error, and print it if this rank failed first; return the first failure."""
-        if isinstance(error, RankError) and self.watch.failure is not None:
-            return self.watch.fail(str(error), waited=True)
+        if self.store is None or error is None or (isinstance(error, SystemExit) and not error.code):
+            try:
+                return self.close()
+            except RankError as failed:  # another rank ends with an error
+                error = failed
         if _is_collective(error):
-            waited = f"rank {self.rank} waited in vain after {self.watch.name}: {_line(error)}"
-            return self.watch.fail(str(error) if isinstance(error, RankError) else waited, waited=True)
-        silent = isinstance(error, SystemExit)  # its raiser has printed the reason
-        text = f"{type(error).__name__}: {_line(error)}"
-        return self.watch.fail(text, show=lambda: None if silent else traceback.print_exception(error))
-
-    def _blame(self, error: RuntimeError, seconds: float) -> str:
-        """Return the first failure of all ranks as a line, after an error of a collective."""
-        waited = f"rank {self.rank} waited {seconds:.0f} s in {self._where()}: {_line(error)}"
-        return self.watch.fail(str(error) if isinstance(error, RankError) else waited, waited=True).text
+            first = self._blame(error, "waited")
+        else:
+            own = f"rank {self.rank} failed {self._last}: {type(error).__name__}: {_line(error)}"
+            first = self._first_failure(own)
+            if first == own:
+                return
+        print(f"error: {first}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_CODE) from None
 
     def _where(self) -> str:
         return ", ".join([*self._names, *([self.place] if self.place else [])])
 
-    def _share(self, value: Any) -> Any:
-        """Return the value of rank 0 on all ranks."""
-        message = [_dump(value) if self.is_main else None]
-        distributed.broadcast_object_list(message, src=0, group=self.control)
-        return value if self.is_main else pickle.loads(message[0])
+    def _blame(self, error: BaseException, waited: str) -> str:
+        """Return the first failure of all ranks as a line, after an error of a collective on this one."""
+        if isinstance(error, RankError):
+            return str(error)
+        missing = self._ask(self._find_missing, "")
+        return self._first_failure(f"rank {self.rank} {waited} {self._last}: {_line(error)}{missing}")
 
-    def _close_at_exit(self) -> None:
-        """Leave the ranks at the end of a process that did not, after an error that Python printed as a failure."""
-        error = getattr(sys, "last_value", None)
-        if error is not None:
-            self.watch.fail(f"{type(error).__name__}: {_line(error)}")
-        self.watch.leave()
+    def _find_missing(self) -> str:
+        """Return the ranks that did not come to the call of this rank, with their own last calls."""
+        found = []
+        for rank in set(range(self.size)) - {self.rank}:
+            told = self.store.get(key).decode() if self.store.check([key := f"call/{rank}"]) else "0 none"
+            calls, _, last = told.partition(" ")
+            if int(calls) < self._calls:
+                found.append(f"rank {rank} (last call: {last})")
+        return f"; missing: {', '.join(found)}" if found else ""
+
+    def _first_failure(self, text: str) -> str:
+        """Return the first failure of any rank: that of this one, if the others know of none."""
+        return self._ask(lambda: self.store.compare_set("failure", "", text).decode(), text)
+
+    def _ask(self, question: Callable[[], str], default: str) -> str:
+        """Return an answer of the store, or the default if the process that holds it has ended or hangs."""
+        answers = [default]
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(question())
+
+        # No call of a store has a limit that holds while its process is stopped
+        thread = PackageThread(ask, name="store of the ranks")
+        thread.start()
+        thread.join(_STORE_S)
+        return answers[-1]
 
 
 class _Pickler(pickle.Pickler):
@@ -343,41 +322,13 @@ def _dump(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _print_once(error: BaseException) -> None:
-    """Keep Python from printing the traceback of an error again."""
-    hook = sys.excepthook
-    sys.excepthook = lambda kind, value, trace: None if value is error else hook(kind, value, trace)
-
-
-def _await_rank_0(timeout: float) -> None:
-    """Wait until the store of rank 0 listens. The client of torch would try for up to three times its limit.
-
-    Raises:
-        RankError: if it does not within ``timeout`` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    while "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:  # torch names a missing one
-        left = max(_POLL_S, deadline - time.monotonic())
-        try:
-            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), left).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                waited = f"rank {os.environ['RANK']} waited {timeout:g} s for rank 0 to start"
-                raise RankError(f"{waited}: {error}") from error
-        time.sleep(_POLL_S)
-
-
 def _is_collective(error: BaseException) -> bool:
     """Return whether an error is about the ranks: another one may be to blame."""
-    if isinstance(error, RankError | distributed.DistError):
-        return True
-    return (
-        isinstance(error, RuntimeError) and re.search(r"gloo|nccl|Connection (closed|reset) by", str(error)) is not None
-    )
+    named = isinstance(error, RuntimeError) and re.search(r"gloo|nccl|Connection (closed|reset) by", str(error))
+    return bool(named) or isinstance(error, RankError | distributed.DistError)
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an error, without the C++ file that raised it."""
+    """Return the first line of an error, without the C++ file that raised it and gloo's advice."""
     lines = str(error).strip().splitlines() or [""]
-    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", lines[0])
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] |\. This is typically caused.*", "", lines[0])

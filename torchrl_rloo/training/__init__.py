@@ -1,22 +1,15 @@
 """Optimizer steps: accumulate gradients over micro-batches, clip, step, schedule; over one rank or several."""
 
-from torchrl_rloo.training.accumulate import accumulate, minibatches
-from torchrl_rloo.training.adamw_8bit import AdamW8bit
-from torchrl_rloo.training.copies import check_copies
-from torchrl_rloo.training.offload import offload_activations
-from torchrl_rloo.training.optimizer import NonFiniteGradientError, optimizer_step
 from torchrl_rloo.training.optimizers import check_optimizer, make_optimizer
-from torchrl_rloo.training.schedules import catch_up, linear_schedule, make_schedule
-from torchrl_rloo.training.shard import shard_model
+from torchrl_rloo.training.schedules import catch_up, make_schedule
+from torchrl_rloo.training.shard import check_copies, offload_activations, shard_model
+from torchrl_rloo.training.step import accumulate, minibatches, optimizer_step
 
 __all__ = [
-    "AdamW8bit",
-    "NonFiniteGradientError",
     "accumulate",
     "catch_up",
     "check_copies",
     "check_optimizer",
-    "linear_schedule",
     "make_optimizer",
     "make_schedule",
     "minibatches",

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchrl_rloo.runtime.lookup import did_you_mean
-from torchrl_rloo.training.adamw_8bit import AdamW8bit
-from torchrl_rloo.training.joint import OffloadedStates, make_muon
+from torchrl_rloo.training.optimizer_classes import AdamW8bit, OffloadedStates, make_muon
 from torchrl_rloo.training.schedules import make_schedule
 
 # torch's, without those that evaluate the loss several times or need sparse gradients; Muon is ours with AdamW
@@ -40,7 +39,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer of a model's trained parameters by name.
 
-    ``"adamw_8bit"`` is :class:`~torchrl_rloo.training.AdamW8bit`. ``"muon"`` is torch's Muon for hidden matrices and
+    ``"adamw_8bit"`` is AdamW with moments of 8 bits. ``"muon"`` is torch's Muon for hidden matrices and
     AdamW for embeddings, the head, vectors and all other parameters, with one learning rate. Call it after
     :func:`~torchrl_rloo.training.shard_model`; the steps on shards are those of one process.
 

@@ -94,40 +94,6 @@ def make_schedule(
     return lr_scheduler.LambdaLR(optimizer, [warmed(factor) for factor in factors])
 
 
-def linear_schedule(
-    optimizer: torch.optim.Optimizer, total_steps: int, *, warmup_steps: int | None = 0, final_fraction: float = 0.0
-) -> lr_scheduler.LambdaLR:
-    """Schedule a linear warmup and a linear decay of the learning rate.
-
-    With ``peak`` the learning rate of the optimizer, step ``s`` has::
-
-        lr = peak * min(1, (s + 1) / warmup_steps) * (1 - min(1, s / total_steps) * (1 - final_fraction))
-
-    Args:
-        optimizer: optimizer whose learning rates are the peak.
-        total_steps: optimizer steps of the run.
-        warmup_steps: steps of the warmup. None takes 5, or a tenth of a run shorter than 50 steps.
-        final_fraction: share of the peak at the end, in [0, 1].
-
-    Returns:
-        A schedule to be stepped after every optimizer step.
-
-    Raises:
-        ValueError: if a number is out of range.
-
-    Example:
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        >>> schedule, rates = linear_schedule(optimizer, 4, warmup_steps=2, final_fraction=0.5), []
-        >>> for _ in range(5):
-        ...     rates.append(round(schedule.get_last_lr()[0], 3))
-        ...     optimizer.step()
-        ...     schedule.step()
-        >>> rates
-        [0.5, 0.875, 0.75, 0.625, 0.5]
-    """
-    return make_schedule(optimizer, total_steps, "linear", warmup_steps=warmup_steps, final_fraction=final_fraction)
-
-
 def catch_up(scheduler: lr_scheduler.LRScheduler, steps: int) -> None:
     """Step a schedule up to ``steps``, after a batch that gave fewer updates than planned."""
     while scheduler.last_epoch < steps:

@@ -1,8 +1,10 @@
-"""Distribution of a model over ranks by torch's own DDP and FSDP2."""
+"""Distribution of a model over ranks by torch's own DDP and FSDP2, checks of its copies, activations in CPU memory."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,8 +17,11 @@ from torchrl_rloo.four_bit import check_shardable
 from torchrl_rloo.modules.context_parallel import split_tokens
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training.parallel_tensor import split_layers
+from torchrl_rloo.weight_update.checksums import device_sum
+from torchrl_rloo.weight_update.shards import reshard
 
 PARALLEL = ("none", "ddp", "fsdp")
+MIN_OFFLOAD_BYTES = 2**16  # smaller activations stay: a transfer costs more than their memory
 
 
 def shard_model(
@@ -89,6 +94,92 @@ def shard_model(
     elif parallel != "none":
         _fully_shard(model, ranks, meshes, precision, float32_head, offload_parameters)
     return model
+
+
+def check_copies(model: nn.Module, ranks: Ranks) -> dict[int, str]:
+    """Check that ranks with the same weights have them bit for bit: all with DDP, the copies of a shard with HSDP.
+
+    A device that computes wrongly, or a collective that differs by rank, would let copies drift apart unnoticed.
+
+    Args:
+        model: model on all ranks, which call this function together.
+        ranks: ranks that train it.
+
+    Returns:
+        Checksum of the weights that each rank has.
+
+    Raises:
+        RuntimeError: if copies differ, on all ranks.
+
+    Example:
+        >>> checksums = check_copies(nn.Linear(2, 2), Ranks.single())
+        >>> list(checksums)
+        [0]
+    """
+    reshard(model)
+    weights = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    told = ranks.all_gather((_place_of(model), device_sum(weights)), "checksums of the weights")
+    for shard in {shard for shard, _ in told}:
+        found = {rank: checksum for rank, (of, checksum) in enumerate(told) if of == shard}
+        if len(set(found.values())) > 1:
+            raise RuntimeError(
+                f"ranks {list(found)} must have equal weights, but their checksums are {list(found.values())}; check "
+                "their devices and software versions, and resume from an earlier checkpoint"
+            )
+    return {rank: checksum for rank, (_, checksum) in enumerate(told)}
+
+
+def _place_of(model: nn.Module) -> int:
+    """Return a number that is equal on ranks with the same shards of all weights."""
+    from torch.distributed.tensor import Replicate
+
+    places = []
+    for parameter in model.parameters():
+        if hasattr(parameter, "to_local"):
+            at = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+            places.append(tuple(place for place, kind in at if not isinstance(kind, Replicate)))
+    return hash(tuple(places))  # of numbers, so equal in all processes
+
+
+@contextmanager
+def offload_activations(enabled: bool = True) -> Iterator[None]:
+    """Keep tensors that autograd saves in CPU memory, from the forward to the backward pass.
+
+    Gradients are bit for bit those without offload. Parameters stay where they are. With gradient checkpointing, only
+    the inputs of layers are saved, and so moved. Transfers use pinned memory and run in order with the computation.
+
+    Args:
+        enabled: False leaves everything on the device.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(300, 300))
+        >>> with offload_activations():
+        ...     loss = (torch.ones(300, 300) @ weight).square().mean()
+        >>> loss.backward()
+    """
+    if not enabled:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        yield
+
+
+def _pack(tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
+    """Return the device of a tensor and its copy in CPU memory, or the tensor itself if that would save nothing."""
+    owner = tensor if tensor._base is None else tensor._base  # the transposed weight of a linear layer is a view
+    if isinstance(owner, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return tensor
+    if tensor.nbytes < MIN_OFFLOAD_BYTES or tensor.nbytes > tensor.untyped_storage().nbytes():  # small, or expanded
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, host.copy_(tensor, non_blocking=True)
+
+
+def _unpack(packed: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, host = packed
+    return host.to(device, non_blocking=True)
 
 
 def _arrange_buckets(model: nn.Module) -> None:
