@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torchrl_rloo.functional.sampling import Support
 
 NARROW = 2e-2  # share of the largest logit that rounding to 16 bits explains
 _LOGGER = logging.getLogger(__name__)
+_ATTENTION = RLock()  # without it, threads that switch one model would restore each other's setting
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def attention_implementation(config, name: str) -> Iterator[None]:
+    """Use another of transformers' attention implementations within the context, then restore the original one."""
+    with _ATTENTION:
+        original, config._attn_implementation = config._attn_implementation, name
+        try:
+            yield
+        finally:
+            config._attn_implementation = original
 
 
 def probe_tolerance(module: nn.Module) -> float:
