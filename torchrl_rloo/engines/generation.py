@@ -52,20 +52,7 @@ class GenerationConfig:
 
     @classmethod
     def from_kwargs(cls, generate_kwargs: Mapping[str, Any] | None) -> GenerationConfig:
-        """Create a config from a flat ``generate_kwargs`` mapping.
-
-        Args:
-            generate_kwargs: fields of this class and of :class:`SamplingDistribution`, and ``do_sample``. None takes
-                the defaults.
-
-        Raises:
-            TypeError: if a name is unknown, with the list of valid names.
-            ValueError: if a value is out of range, or if ``do_sample`` contradicts the temperature.
-
-        Example:
-            >>> GenerationConfig.from_kwargs({"max_new_tokens": 8, "temperature": 0.5}).distribution.temperature
-            0.5
-        """
+        """Create a config from fields of this class and of ``SamplingDistribution``, and ``do_sample``."""
         kwargs = dict(generate_kwargs or {})
         do_sample = kwargs.pop("do_sample", None)
         distribution_names = {f.name for f in fields(SamplingDistribution)}
