@@ -27,7 +27,8 @@ def server_key() -> str:
     """Return the key of this user's servers, which only this user may read; others raise ``PermissionError``.
 
     It is the environment variable ``VLLM_API_KEY``. Otherwise it is the content of ``server.key`` in
-    ``$TORCHRL_RLOO_CACHE``, else in ``$XDG_CACHE_HOME/torchrl_rloo`` or ``~/.cache/torchrl_rloo``, made by the first call.
+    ``$TORCHRL_RLOO_CACHE``, else in ``$XDG_CACHE_HOME/torchrl_rloo`` or ``~/.cache/torchrl_rloo``. The first call makes
+    this file.
     """
     if key := os.environ.get(KEY):
         return key

@@ -121,7 +121,7 @@ def require_vllm() -> None:
 
 
 def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the arguments of a vLLM engine, for log-probs of the sampled distribution and weights from an updater."""
+    """Complete the arguments of a vLLM engine, whose log-probs must be of the sampled distribution."""
     if clash := sorted(_SET_HERE & set(arguments)):
         raise ValueError(f"{clash[0]} is set by the toolkit and cannot be {arguments[clash[0]]!r}; remove it")
     for name, value in arguments.items():
