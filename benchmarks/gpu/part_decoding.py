@@ -1,4 +1,4 @@
-"""Part ``decoding``: tokens per second of our decoding, with and without CUDA graphs, and of ``model.generate``."""
+"""Part ``decoding``: tokens per second of our decoding, and of ``model.generate``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sampler:
         self.prompts = [torch.randint(vocab, (n,), generator=generator) for n in lengths]
         self.uniforms = torch.rand(lines, tokens, generator=generator)
 
-    def ours(self, cuda_graphs: bool) -> list[torch.Tensor]:
+    def ours(self) -> list[torch.Tensor]:
         """Sample with :func:`torchrl_rloo.engines.generation.generate`."""
         limits = torch.full((len(self.prompts),), self.tokens)
         turns = generate(
@@ -38,7 +38,6 @@ class Sampler:
             limits=limits,
             stop_ids=(),
             head=self.head,
-            cuda_graphs=cuda_graphs,
         )
         return [turn.tokens for turn in turns]
 
@@ -73,25 +72,10 @@ def run(setup: Setup) -> dict[str, Any]:
     results: dict[str, Any] = {"prompt_tokens": prompt, "new_tokens": tokens}
     for lines in setup.pick((64, 256), (4,)):
         sampler = Sampler(size, lines, prompt, tokens, setup)
-        ways = {
-            "ours, CUDA graphs": lambda s=sampler: s.ours(True),
-            "ours": lambda s=sampler: s.ours(False),
-            "transformers": lambda s=sampler: s.theirs(),
-        }
+        ways = {"ours": lambda s=sampler: s.ours(), "transformers": lambda s=sampler: s.theirs()}
         figures = {name: attempt(measure, way, lines, tokens, setup) for name, way in ways.items()}
         if base := figures["transformers"].get("tokens_per_s"):
-            for name in ("ours, CUDA graphs", "ours"):
-                if "tokens_per_s" in figures[name]:
-                    figures[name]["ratio"] = figures[name]["tokens_per_s"] / base
-        figures["same_tokens"] = attempt(same_tokens, sampler)
+            if "tokens_per_s" in figures["ours"]:
+                figures["ours"]["ratio"] = figures["ours"]["tokens_per_s"] / base
         results[f"{size}, {lines} lines"] = figures
     return results
-
-
-def same_tokens(sampler: Sampler) -> float:
-    """Return the share of tokens before the first difference of a row, with CUDA graphs and without."""
-    shares = []
-    for a, b in zip(sampler.ours(True), sampler.ours(False), strict=True):
-        different = (a != b).nonzero()
-        shares.append((int(different[0]) if len(different) else len(a)) / len(a))
-    return sum(shares) / len(shares)

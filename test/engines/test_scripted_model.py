@@ -11,7 +11,7 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics import self_test
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import Request
-from torchrl_rloo.engines.scripted_model import ScriptedModelEngine
+from torchrl_rloo.engines.scripted import ScriptedModelEngine
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.weight_update import WeightPublisher

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from support.other_device import held, other_device, register
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.engines import decoder
 from torchrl_rloo.functional.log_probs import token_log_probs
 from torchrl_rloo.modules import TransformersWrapper, ValueHead, record_log_probs
 from torchrl_rloo.objectives import RLOOLoss, SFTLoss, ValueLoss, merge_outputs
@@ -93,18 +92,14 @@ def head(device: torch.device) -> list[torch.Tensor]:
     return [*scored, hidden.grad, weight.grad]
 
 
-def sampling(fixed: bool, **settings) -> Case:
+def sampling(**settings) -> Case:
     def case(device: torch.device) -> list[torch.Tensor]:
-        supports_graph, decoder.supports_graph = decoder.supports_graph, lambda model: fixed
-        try:
-            policy = TransformersWrapper(
-                model_on(device), tokenizer=TOKENIZER, generate_kwargs={"max_new_tokens": 20, "seed": 0, **settings}
-            )
-            texts = ("What is 2+3?", "1+1", "What is 2+3?")
-            prompts = [TensorDict({keys.PROMPT_TOKENS: torch.tensor(TOKENIZER(t)["input_ids"])}) for t in texts]
-            out = policy(stack_rows(prompts)).unbind(0)
-        finally:
-            decoder.supports_graph = supports_graph
+        policy = TransformersWrapper(
+            model_on(device), tokenizer=TOKENIZER, generate_kwargs={"max_new_tokens": 20, "seed": 0, **settings}
+        )
+        texts = ("What is 2+3?", "1+1", "What is 2+3?")
+        prompts = [TensorDict({keys.PROMPT_TOKENS: torch.tensor(TOKENIZER(t)["input_ids"])}) for t in texts]
+        out = policy(stack_rows(prompts)).unbind(0)
         return [row[key].float() for row in out for key in (keys.TOKENS, keys.LOG_PROBS)]
 
     return case
@@ -123,9 +118,8 @@ CASES: dict[str, Case] = {
     "values": values,
     "recording": recording,
     "head": head,
-    "sampling": sampling(False, top_k=5, temperature=0.7),
-    "sampling with a penalty": sampling(False, top_p=0.9, repetition_penalty=1.2),
-    "sampling from fixed buffers": sampling(True),
+    "sampling": sampling(top_k=5, temperature=0.7),
+    "sampling with a penalty": sampling(top_p=0.9, repetition_penalty=1.2),
 }
 
 

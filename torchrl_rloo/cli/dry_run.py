@@ -155,7 +155,7 @@ def load_script(model: str, script: str) -> Any:
         model: directory of the model.
         script: JSON file of :func:`write_script`.
     """
-    from torchrl_rloo.engines.scripted_model import ScriptedModelEngine
+    from torchrl_rloo.engines.scripted import ScriptedModelEngine
     from torchrl_rloo.modules import load_model
 
     content: Mapping[str, Any] = json.loads(Path(script).read_text(encoding="utf-8"))

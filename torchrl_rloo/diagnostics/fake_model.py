@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchrl_rloo.diagnostics.memory_shapes import LayerBytes, Pass, PassBytes, Weight
-from torchrl_rloo.engines.attention import attention_implementation
+from torchrl_rloo.engines.head import attention_implementation
 from torchrl_rloo.modules.loading import add_adapter
 from torchrl_rloo.modules.packed_attention import AttentionPlan, forward_pack
 

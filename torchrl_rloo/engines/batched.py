@@ -29,10 +29,7 @@ class BatchedEngine(AsyncEngine):
     """Engine that passes waiting requests to another engine's ``generate``, one batch at a time, on one thread.
 
     If a batch fails, its requests are repeated one by one, so that only the refused ones fail. A running batch cannot
-    be cancelled. The deadline of a request is that of the engine's ``generate``.
-
-    Args:
-        engine: engine that samples. It keeps all of its state.
+    be cancelled. The deadline of a request is that of the engine's ``generate``. The engine keeps all of its state.
     """
 
     counts_running_tokens = False

@@ -17,9 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from torchrl_rloo.data.rows import pad
-from torchrl_rloo.engines.attention import attention_implementation
-from torchrl_rloo.engines.decode_graph import MIN_STEPS, FixedDecoding, supports_graph
-from torchrl_rloo.engines.head import Head
+from torchrl_rloo.engines.head import Head, attention_implementation
 
 _GROUPED = "torchrl_rloo_grouped"
 _MIN_SPARE_POSITIONS = 64  # positions that a grown cache buffer has beyond those in use, at least
@@ -34,28 +32,17 @@ class Decoder:
         prompts: ids ``[P_i]`` of each line. Equal prompts are read once.
         longest: tokens of the longest line, prompt and turn. The positions of finished lines stop there.
         track_seen: whether to record ``seen``.
-        graph_steps: maximum number of tokens to feed, for which a CUDA graph is captured where the device and the model
-            allow and it saves time; 0 captures none.
 
     Attributes:
         logits: ``[lines, V]`` logits of the next token.
         seen: ``[lines, V]`` bool, True for tokens that the line contains; None without ``track_seen``.
-        min_kept: share of the lines above which dropping the others costs more than it saves.
 
     Raises:
         ValueError: if the model uses gradient checkpointing in training mode.
         NotImplementedError: if the model takes no cache.
     """
 
-    def __init__(
-        self,
-        model,
-        head: Head | None,
-        prompts: Sequence[torch.Tensor],
-        longest: int,
-        track_seen: bool,
-        graph_steps: int = 0,
-    ):
+    def __init__(self, model, head: Head | None, prompts: Sequence[torch.Tensor], longest: int, track_seen: bool):
         if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             raise ValueError(
                 "gradient checkpointing in training mode disables the key-value cache; call model.eval(), which still "
@@ -77,7 +64,6 @@ class Decoder:
         plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
         self.cache.layers = [_Layer() if type(layer) is DynamicLayer else layer for layer in self.cache.layers]
         self.position = self.mask.sum(1)
-        self.fixed: FixedDecoding | None = None
         self.logits = self._forward(ids, self.mask if self.padded else None, (self.mask.cumsum(1) - 1).clamp(min=0))
 
         # Prepare boolean masks and grouped heads for decoding, if the model supports them
@@ -97,13 +83,6 @@ class Decoder:
         if len(lines) != len(unique):
             self.keep(torch.tensor(lines, device=model.device))
 
-        # Fix the addresses of the cache for a CUDA graph
-        self.min_kept = 0.75
-        if standard and graph_steps >= MIN_STEPS and supports_graph(model):
-            fixed = (self._forward, self.cache, config, self.mask, self.position, self.last, graph_steps)
-            self.fixed = FixedDecoding(*fixed)
-            self.min_kept = 0.5
-
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         inputs = {
             "input_ids": ids,
@@ -120,36 +99,22 @@ class Decoder:
         """Keep the lines of a bool mask ``[lines]``, or of indices ``[n]``, which may repeat."""
         indices = lines.nonzero()[:, 0] if lines.dtype == torch.bool else lines
         self.logits = self.logits[indices]
-        if self.fixed is not None:
-            self.fixed.keep(indices)
-        else:
-            self.cache.reorder_cache(indices)  # unlike batch_select_indices, recurrent states have it
-            self.mask, self.position = self.mask[indices], self.position[indices]
+        self.cache.reorder_cache(indices)  # unlike batch_select_indices, recurrent states have it
+        self.mask, self.position = self.mask[indices], self.position[indices]
         if self.seen is not None:
             self.seen = self.seen[indices]
 
     def feed(self, tokens: torch.Tensor) -> None:
-        """Append one token to every line, and compute the logits of the next.
-
-        Args:
-            tokens: ``[lines]`` ids.
-        """
-        if self.fixed is not None:
-            self.logits = self.fixed.feed(tokens)
-        else:
-            self.logits = self._launch(tokens)
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
-
-    def _launch(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the next logits by single kernels."""
+        """Append one token ``[lines]`` to every line, and compute the logits of the next."""
         mask, position = None, self.position[:, None]
         self.position = (self.position + 1).clamp(max=self.last)
         if self.padded:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
             mask = self.mask.bool()[:, None, None] if self.own_mask else self.mask
         with nullcontext() if self.grouped is None else attention_implementation(self.grouped, _GROUPED):
-            return self._forward(tokens[:, None], mask, position)
+            self.logits = self._forward(tokens[:, None], mask, position)
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
 
 
 def cache_argument(module: torch.nn.Module) -> str:

@@ -24,16 +24,9 @@ _CONTINUED = 4  # tokens of each row that are fed one by one
 
 
 def check_rows(model: nn.Module, head: Head | None) -> None:
-    """Raise unless a row has equal logits alone, next to longer rows, and next to late positions.
+    """Raise ``NotImplementedError`` unless a row has equal logits alone, next to longer rows and to late positions.
 
     A probe of a few tokens decides it on first use, which all ranks of a sharded model must do together.
-
-    Args:
-        model: causal language model.
-        head: head of the model; None uses the model's logits.
-
-    Raises:
-        NotImplementedError: if a row's logits depend on the other rows of a pass.
     """
     if model not in _ROWS:
         _ROWS[model] = call_root(model, _run, _compare_rows, model, head)
@@ -44,14 +37,8 @@ def check_rows(model: nn.Module, head: Head | None) -> None:
 def pads_prompts(model: nn.Module, head: Head | None) -> bool:
     """Return whether prompts of unequal length may share a batch of cached decoding; if not, equal lengths may.
 
-    A probe compares cached decoding of a few tokens with plain passes on first use.
-
-    Args:
-        model: causal language model.
-        head: head of the model; None uses the model's logits.
-
-    Raises:
-        NotImplementedError: if cached decoding has other logits than a plain pass.
+    A probe compares cached decoding of a few tokens with plain passes on first use. If neither is exact, it raises
+    ``NotImplementedError``.
     """
     if model not in _CACHES:
         _CACHES[model] = _run(_choose_padding, model, head)

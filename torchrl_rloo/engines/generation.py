@@ -17,6 +17,8 @@ from torchrl_rloo.engines.head import Head
 from torchrl_rloo.functional import SamplingDistribution, process_logits, sample_tokens
 from torchrl_rloo.functional.sampling import Support, draw_tokens
 
+_MIN_KEPT = 0.75  # share of the lines above which dropping the others costs more than it saves
+
 
 @dataclass(frozen=True)
 class GenerationConfig:
@@ -50,20 +52,7 @@ class GenerationConfig:
 
     @classmethod
     def from_kwargs(cls, generate_kwargs: Mapping[str, Any] | None) -> GenerationConfig:
-        """Create a config from a flat ``generate_kwargs`` mapping.
-
-        Args:
-            generate_kwargs: fields of this class and of :class:`SamplingDistribution`, and ``do_sample``. None takes
-                the defaults.
-
-        Raises:
-            TypeError: if a name is unknown, with the list of valid names.
-            ValueError: if a value is out of range, or if ``do_sample`` contradicts the temperature.
-
-        Example:
-            >>> GenerationConfig.from_kwargs({"max_new_tokens": 8, "temperature": 0.5}).distribution.temperature
-            0.5
-        """
+        """Create a config from fields of this class and of ``SamplingDistribution``, and ``do_sample``."""
         kwargs = dict(generate_kwargs or {})
         do_sample = kwargs.pop("do_sample", None)
         distribution_names = {f.name for f in fields(SamplingDistribution)}
@@ -135,7 +124,6 @@ def generate(
     tokenizer=None,
     head: Head | None = None,
     record_support: bool = False,
-    cuda_graphs: bool = True,
 ) -> list[Generated]:
     """Sample one turn after each prompt. Equal prompts are read once.
 
@@ -151,7 +139,6 @@ def generate(
         head: head of the model. Logits are then the scorer's, in float32 even for narrower weights. None uses the
             model's logits.
         record_support: whether to return the ids that the truncation left at each token; not for temperature 0.
-        cuda_graphs: whether to replay steps of the model as CUDA graphs, on GPUs and where the model allows it.
 
     Returns:
         One :class:`Generated` per row, on the CPU.
@@ -170,7 +157,6 @@ def generate(
         tokenizer=tokenizer,
         head=head,
         record_support=record_support,
-        cuda_graphs=cuda_graphs,
     )
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     if pads_prompts(model, head) or len(lengths.unique()) == 1:
@@ -195,7 +181,6 @@ def _sample_batch(
     tokenizer,
     head: Head | None,
     record_support: bool,
-    cuda_graphs: bool,
 ) -> list[Generated]:
     """Sample prompts that are read together."""
     from torchrl_rloo.engines.decoder import Decoder  # imports transformers, which takes 2 s
@@ -203,9 +188,8 @@ def _sample_batch(
     # Allocate the results; the decoder's lines are the rows that are still being sampled
     device = model.device
     batch, length = uniforms.shape
-    graph_steps = length if cuda_graphs else 0
     longest = max(len(prompt) + int(limit) for prompt, limit in zip(prompts, limits, strict=True))
-    decoder = Decoder(model, head, prompts, longest, distribution.repetition_penalty != 1, graph_steps)
+    decoder = Decoder(model, head, prompts, longest, distribution.repetition_penalty != 1)
     uniforms, stops = uniforms.to(device), torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     first_limit = int(limits.min())
     limits = limits.to(device)
@@ -243,7 +227,7 @@ def _sample_batch(
             break
 
         # Feed the tokens to the model. Drop finished lines only if that saves more than moving the cache costs
-        if remaining < decoder.min_kept * len(active):
+        if remaining < _MIN_KEPT * len(active):
             decoder.keep(live)
             active, sampled, live = active[live], sampled[live], live[live]
         decoder.feed(sampled)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torchrl_rloo.functional.sampling import Support
 
 NARROW = 2e-2  # share of the largest logit that rounding to 16 bits explains
 _LOGGER = logging.getLogger(__name__)
+_ATTENTION = RLock()  # without it, threads that switch one model would restore each other's setting
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,10 @@ class Head:
         decoder: module from ids ``[B, T]`` to hidden states ``[B, T, H]``.
         projection: ``nn.Linear`` with ``weight`` ``[V, H]`` and optionally ``bias`` ``[V]``, or peft's LoRA layer
             around one. Its parameters are read at each use, so they are never stale.
-        softcap: soft cap of the logits, see :func:`~torchrl_rloo.functional.token_log_probs`. None disables it.
+        softcap: soft cap of the logits; None disables it.
         scale: factor of the logits.
         dtype: dtype that hidden states and weights are rounded to before their product, which is summed in float32.
             None keeps theirs.
-
-    Example:
-        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
-        >>> model = build_model(build_tokenizer(), seed=0)
-        >>> head, ids = find_head(model), torch.tensor([[1, 2, 3]])
-        >>> torch.allclose(head.logits(head.decoder(ids).last_hidden_state), model(ids).logits, atol=1e-5)
-        True
     """
 
     decoder: nn.Module
@@ -49,13 +44,7 @@ class Head:
     dtype: torch.dtype | None = None
 
     def token_log_probs(self, hidden: torch.Tensor, targets: torch.Tensor, **kwargs) -> TokenLogProbs:
-        """Compute :func:`~torchrl_rloo.functional.token_log_probs` under this head.
-
-        Args:
-            hidden: ``[N, H]`` hidden states.
-            targets: ``[N]`` ids to score.
-            **kwargs: further arguments of that function.
-        """
+        """Compute :func:`~torchrl_rloo.functional.token_log_probs` of ids ``[N]`` from states ``[N, H]``."""
         hidden, (weight, bias, low_rank) = self._rounded(hidden), self._parameters(hidden)
         shape = {"bias": bias, "softcap": self.softcap, "scale": self.scale, "low_rank": low_rank}
         return token_log_probs(hidden, weight, targets, **shape, **kwargs)
@@ -137,14 +126,9 @@ def _is_lora(projection: nn.Module | None) -> bool:
 
 
 def current_head(model: nn.Module, head: Head | None, *, warn: bool = True) -> Head | None:
-    """Return ``head`` if the model still has it, else find the head again.
+    """Return ``head`` if the model still has it, else find the head again; None stays None.
 
     Adding an adapter or resizing embeddings replaces a model's modules, and an earlier head would keep the old ones.
-
-    Args:
-        model: model that ``head`` was found for.
-        head: result of :func:`find_head`; None is returned unchanged.
-        warn: whether to log a warning if no head is found.
     """
     if head is None or (model.get_output_embeddings() is head.projection and model.get_decoder() is head.decoder):
         return head
@@ -161,6 +145,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def attention_implementation(config, name: str) -> Iterator[None]:
+    """Use another of transformers' attention implementations within the context, then restore the original one."""
+    with _ATTENTION:
+        original, config._attn_implementation = config._attn_implementation, name
+        try:
+            yield
+        finally:
+            config._attn_implementation = original
 
 
 def probe_tolerance(module: nn.Module) -> float:
@@ -191,14 +186,8 @@ def predicting_states(
 ) -> tuple[torch.Tensor, object]:
     """Compute the hidden states that predict some tokens of a batch.
 
-    Rows are padded on the right and attention is causal, so no real token attends to padding and no mask is needed.
-
-    Args:
-        model: causal language model.
-        head: head of the model; None runs the whole model.
-        tokens: ``[B, T]`` ids, padded on the right.
-        positions: ``[B, T]`` bool, True for the ``N`` tokens to predict; never for the first of a row.
-        **kwargs: further arguments of the decoder or the model.
+    Rows ``[B, T]`` are padded on the right and attention is causal, so no real token attends to padding and no mask is
+    needed. ``positions`` ``[B, T]`` is True for the ``N`` tokens to predict; never for the first of a row.
 
     Returns:
         Hidden states ``[N, H]`` in row order, or the model's logits ``[N, V]`` without a head, and the whole output of
@@ -288,18 +277,10 @@ def _seen_tokens(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor
 
 
 def sampled_logits(model: nn.Module, tokens: torch.Tensor, distribution: SamplingDistribution) -> torch.Tensor:
-    """Compute the logits of the sampled distribution at every position.
+    """Compute logits ``[B, T, V]`` of the sampled distribution at every position, in float32.
 
-    It stores all logits at once, so use it for interoperation, not for training. Recorded supports are ignored, and the
-    truncation of ``distribution`` applies.
-
-    Args:
-        model: causal language model.
-        tokens: ``[B, T]`` ids, padded on the right.
-        distribution: sampling distribution.
-
-    Returns:
-        ``[B, T, V]`` logits in float32. Position ``t`` predicts token ``t``, and those of the first token are 0.
+    Rows are padded on the right. Position ``t`` predicts token ``t``, and logits of the first token are 0. It stores
+    all logits at once, so use it for interoperation, not for training. Recorded supports are ignored.
     """
     positions = torch.ones_like(tokens, dtype=torch.bool)
     positions[:, 0] = False

@@ -32,12 +32,6 @@ class Reading(NamedTuple):
 class Occupancy:
     """Number that changes now and then, and its integrals over time. It may be changed on any thread.
 
-    Args:
-        clock: function that returns the time in seconds.
-
-    Attributes:
-        number: current number.
-
     Example:
         >>> time = [0.0]
         >>> inside = Occupancy(lambda: time[0])
@@ -88,13 +82,9 @@ class OccupancyMeter:
         self._before: dict[Hashable, Reading] = {}
 
     def take(self, readings: Mapping[Hashable, Reading]) -> dict[str, float]:
-        """Return ``engine/busy``, ``engine/busy_min`` and ``engine/in_flight`` since the last call.
+        """Return ``engine/busy``, ``engine/busy_min`` and ``engine/in_flight`` of engines that reported since.
 
-        Args:
-            readings: reading of each engine since its start, by a key that stays.
-
-        Returns:
-            The metrics over the engines that reported since; none if no engine did.
+        Readings are those since each engine's start, by a key that stays.
         """
         parts = [reading.since(self._before.get(key, Reading())) for key, reading in readings.items()]
         self._before = dict(readings)

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from torchrl_rloo.engines.base import (
-    AsyncEngine,
     EngineDeadError,
     EngineError,
     EngineLoad,
@@ -15,6 +14,7 @@ from torchrl_rloo.engines.base import (
     InFlight,
     Request,
     Sample,
+    SharedEngine,
     WeightStep,
 )
 from torchrl_rloo.engines.occupancy import Reading
@@ -42,8 +42,12 @@ class EngineHandle(NamedTuple):
     request_timeout: float
     facts: EngineFacts
 
+    def connect(self) -> RayEngineClient:
+        """Return a client of the engine in this process."""
+        return RayEngineClient(self)
 
-class RayEngineClient(AsyncEngine):
+
+class RayEngineClient(SharedEngine):
     """Client of a :class:`RayEngine` in another process, which samples and leaves life and weights to the driver.
 
     A pickled :class:`RayEngine` becomes one. Requests of all clients are batched in the engine. If the client's process

@@ -13,9 +13,8 @@ from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample, SamplingClock
 from torchrl_rloo.engines.ray_messages import AnswerBatch, CallResult, EngineState, RequestBatch
-from torchrl_rloo.engines.sampling_clock import SamplingClock
 from torchrl_rloo.engines.vllm_loop import LoopThread
 from torchrl_rloo.ray_session import require_ray
 

@@ -66,26 +66,11 @@ def fsdp_dtypes(module: nn.Module) -> set[torch.dtype]:
 
 
 def call_root(model: nn.Module, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function of a model's modules as the forward pass of the root that DDP or FSDP wraps.
+    """Return a function's result, called as the forward pass of the root that DDP or FSDP wraps.
 
     Scoring runs the decoder and the head separately, but FSDP gathers the root's parameters, and DDP prepares its
-    reduction, only when the root is called. The root's ``forward`` is the function for this one call.
-
-    Args:
-        model: root: adopted from DDP (:func:`adopt`), sharded with ``fully_shard``, or neither; then the function is
-            simply called.
-        function: function that may run any modules of the model. Gradients flow through tensors that it returns, also
-            in tuples, lists and dicts.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
-
-    Returns:
-        Result of the function.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        >>> call_root(model, model[0], torch.zeros(1, 2)).shape
-        torch.Size([1, 3])
+    reduction, only when the root is called. The root's ``forward`` is the function for this one call. Gradients flow
+    through tensors that it returns, also in tuples, lists and dicts. Roots of neither kind simply call it.
     """
     sharded = is_fsdp(model)
     root = model if sharded else replica_of(model)
@@ -145,10 +130,8 @@ def _replaced_forward(model: nn.Module, forward: Callable[[], Any]) -> Callable[
 def gathered(model: nn.Module) -> Iterator[None]:
     """Keep all parameters of a sharded model whole within the context, so that one rank can sample alone.
 
-    All ranks must enter and leave together. Each rank holds the whole model. Other models are unchanged.
-
-    Args:
-        model: model that :func:`call_root` has called, or one that is not sharded.
+    All ranks must enter and leave together. Each rank holds the whole model. Other models are unchanged. The model is
+    one that :func:`call_root` has called, or one that is not sharded.
     """
     units = [module for module in model.modules() if is_fsdp(module)]
     for unit in units:

@@ -1,4 +1,4 @@
-"""Engine with scripted turns, latencies and failures, for tests of training loops and for ideal throughput."""
+"""Engines with scripted turns: one with latencies and failures, one with the log-probs of a model."""
 
 from __future__ import annotations
 
@@ -7,19 +7,96 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from threading import TIMEOUT_MAX, Condition, RLock, Thread, local
+from typing import Any, Literal, NamedTuple
 
-from torchrl_rloo.engines import base
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
+import torch
+from torch import nn
+
+from torchrl_rloo.engines.base import (
+    AsyncEngine,
+    EngineDeadError,
+    EngineError,
+    EngineLoad,
+    EngineTimeoutError,
+    InFlight,
+    Request,
+    Sample,
+    SamplingClock,
+    check_in_flight,
+)
 from torchrl_rloo.engines.base import WeightStep as Step
-from torchrl_rloo.engines.sampling_clock import SamplingClock
-from torchrl_rloo.engines.scripted_turn import ScriptedRun, ScriptedTurn
-from torchrl_rloo.engines.scripted_update import ScriptedUpdates
+from torchrl_rloo.engines.head import score_positions
+from torchrl_rloo.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.weight_update.open_update import OpenUpdate, StaleStepError, require_open
+from torchrl_rloo.weight_update.protocol import read_manifest
+from torchrl_rloo.weight_update.transport import DirectReceiver
 
 
-class ScriptedEngine(ScriptedUpdates):
+@dataclass(frozen=True)
+class ScriptedTurn:
+    """Outcome of a request.
+
+    Args:
+        tokens: ids to return as sampled. Those beyond the request's limit are dropped.
+        log_probs: log-probs of the tokens, in nats; None means 0.
+        latency: duration in seconds of the engine's clock, at least 0. Tokens arrive evenly in that time.
+        finish: reason for the end.
+        error: error to raise at the end instead; None raises none.
+    """
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float] | None = None
+    latency: float = 0.0
+    finish: Literal["stop", "length"] = "stop"
+    error: Exception | None = None
+
+    def __post_init__(self):
+        if self.log_probs is not None and len(self.log_probs) != len(self.tokens):
+            raise ValueError(f"log_probs has {len(self.log_probs)} entries for {len(self.tokens)} tokens")
+        if not self.latency >= 0:
+            raise ValueError(f"latency={self.latency} must be at least 0 seconds")
+
+
+@dataclass
+class _Run:
+    """Request that plays its turn."""
+
+    index: int
+    turn: ScriptedTurn
+    limit: int
+    future: Future[Sample]
+    start: float = inf
+    versions: list[int] = field(default_factory=list)
+
+    due = property(lambda self: self.start + self.turn.latency)
+
+    def receive(self, now: float, version: int) -> None:
+        """Record this version for the tokens that arrived since the last call."""
+        n = min(len(self.turn.tokens), self.limit)
+        if now < self.due:
+            n = int(n * (now - self.start) / self.turn.latency + 1e-9)  # 28.999... is 29
+        self.versions += [version] * (n - len(self.versions))
+
+    def sample(self, finish: Literal["stop", "length", "abort"]) -> Sample:
+        """Return the tokens received so far."""
+        n = len(self.versions)
+        log_probs = self.turn.log_probs or [0.0] * n
+        return Sample(list(self.turn.tokens[:n]), list(log_probs[:n]), finish, self.versions)
+
+
+class UpdateRecord(NamedTuple):
+    """One step of an update: its name, its ``info`` without the payload, and whether the engine was paused."""
+
+    step: Step
+    info: dict[str, Any]
+    paused: bool
+
+
+class ScriptedEngine(AsyncEngine):
     """Engine that plays a script instead of a model, on one thread for any number of requests.
 
     A turn without latency is complete when :meth:`submit` returns, so such a script is deterministic. A script with
@@ -61,17 +138,21 @@ class ScriptedEngine(ScriptedUpdates):
         fail_updates: Mapping[Step, Exception | list[Exception | None]] | None = None,
         kv_usage: Callable[[], float] | None = None,
     ):
-        super().__init__(request_timeout, update_latency or {}, fail_updates or {})
+        super().__init__(request_timeout)
         if max_concurrency is not None and max_concurrency < 1:
             raise ValueError(f"max_concurrency={max_concurrency} must be None or at least 1")
         self._script, self.clock, self._slots = script, clock, max_concurrency or inf
         self.requests: list[Request] = []
+        self.update_latency, self.fail_updates = dict(update_latency or {}), dict(fail_updates or {})
+        self.updates: list[UpdateRecord] = []
+        self._connection: dict[str, Any] | None = None
+        self._update: OpenUpdate | None = None
         self._dead, self._frozen_at, self._hung, self._kv_usage = None, None, False, kv_usage
         self._sampling_clock, self._tokens = SamplingClock(clock), 0
-        self._waiting: deque[ScriptedRun] = deque()
-        self._running: dict[int, ScriptedRun] = {}
+        self._waiting: deque[_Run] = deque()
+        self._running: dict[int, _Run] = {}
         self._due: list[tuple[float, int]] = []  # a heap; entries of runs that ended early stay until they are due
-        self._deadlines: OrderedDict[int, tuple[float, ScriptedRun]] = OrderedDict()  # in seconds without pauses
+        self._deadlines: OrderedDict[int, tuple[float, _Run]] = OrderedDict()  # in seconds without pauses
         self._wakes_at = inf  # time of the clock at which the thread wakes up
         self._results: list[tuple[Future[Sample], Sample | Exception]] = []  # results of the call that holds the lock
         self._delivering = local()
@@ -94,7 +175,7 @@ class ScriptedEngine(ScriptedUpdates):
             return future
         with self._now():
             self._check_entry()  # the script, called without the lock, may have used the engine
-            run = ScriptedRun(index, turn, request.limit, future)
+            run = _Run(index, turn, request.limit, future)
             self._waiting.append(run)
             self._deadlines[index] = self._sampling_clock.read() + self.request_timeout, run
         return future
@@ -158,7 +239,7 @@ class ScriptedEngine(ScriptedUpdates):
         self._begin(now)
         self._end_due(now)  # turns without latency
 
-    def _result(self, run: ScriptedRun, result: Sample | Exception) -> None:
+    def _result(self, run: _Run, result: Sample | Exception) -> None:
         self._deadlines.pop(run.index, None)
         self._tokens += len(run.versions)
         self._results.append((run.future, result))
@@ -225,9 +306,9 @@ class ScriptedEngine(ScriptedUpdates):
         self._running.clear()
         self._waiting.clear()
 
-    def pause(self, in_flight: base.InFlight = "finish", *, timeout: float = 600.0) -> None:
+    def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
         """Pause sampling. Requests beyond ``max_concurrency`` keep waiting, and a time-out ends the pause."""
-        base.check_in_flight(in_flight)
+        check_in_flight(in_flight)
         self._answer(timeout, "pause()")
         with self._now() as now:
             self._check()
@@ -273,6 +354,69 @@ class ScriptedEngine(ScriptedUpdates):
                 run.start += now - self._frozen_at
             self._due = sorted((run.due, run.index) for run in self._running.values())
             self._frozen_at = None
+
+    def update_weights(self, step: Step, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
+        """Do one step of a weight update. Checksums are compared with transport ``"direct"``, otherwise trusted."""
+        info = dict(info or {})
+        with self._now():
+            self._check()
+            if self.asleep and step != "abort":
+                raise self._refusal(ready=True)
+            self.updates.append(UpdateRecord(step, {k: v for k, v in info.items() if k != "payload"}, self.paused))
+            update = self._update  # the update that this step belongs to
+            if step in ("bucket", "finish"):
+                require_open(update, info)
+            if step == "finish" or (step == "start" and self._connection and not self._connection["staged"]):
+                self.failed_version = info["version"]  # until finish succeeds, as in an engine with a model
+        # Take the scripted time without the lock. Another call may abort the update in that time
+        try:
+            self._play(step, timeout)
+            with self._now() as now:
+                self._check()
+                if update is not self._update:
+                    raise StaleStepError(f"{step} is late; its update was aborted")
+                return [{"rank": 0, **self._take(step, info, now)}]
+        except BaseException:
+            with self._now():
+                if update is self._update:
+                    self._update = None
+            raise
+
+    def _play(self, step: Step, timeout: float) -> None:
+        """Wait and fail as scripted."""
+        deadline, due = time.monotonic() + timeout, self.clock() + self.update_latency.get(step, 0.0)
+        with self._waiters:
+            while (self._hung or due > self.clock()) and self._refusal() is None:
+                if (allowed := deadline - time.monotonic()) <= 0:
+                    raise EngineTimeoutError(f"{step} was not done after timeout={timeout} s")
+                self._waiters.wait(min(inf if self._hung else due - self.clock(), allowed))
+        failure = self.fail_updates.get(step)
+        if isinstance(failure, list):
+            failure = failure.pop(0) if failure else None
+        if failure is not None:
+            raise failure
+
+    def _take(self, step: Step, info: dict[str, Any], now: float) -> dict[str, Any]:
+        if step == "bucket":
+            direct = self._connection["transport"] == "direct"
+            self._update.take(info, DirectReceiver({}, None, 0) if direct else None)
+            return {}
+        if step == "finish":
+            self._update.complete()
+        if step in ("finish", "adapter"):
+            report = self._update.report() if step == "finish" else {"checksums": [info["checksum"]]}
+            self._receive(now)
+            self.version, self.failed_version, self._update = info["version"], None, None
+            return report | {"version": self.version}
+        self._update = None
+        if step == "connect":
+            self._connection = info | {"manifest": read_manifest(info)}
+        elif step == "start" and self._connection is None:
+            raise EngineError("no transport is connected; connect before start")
+        elif step == "start":
+            manifest, kind = self._connection["manifest"], self._connection.get("checksum", "xxh3")
+            self._update = OpenUpdate(manifest, info["version"], verify=info.get("verify", True), kind=kind)
+        return {}
 
     def sleep(self) -> None:
         """Put the engine to sleep, which is refused while requests are running."""
@@ -346,3 +490,63 @@ class ScriptedEngine(ScriptedUpdates):
             death.__cause__ = self._dead
             return death
         return super()._refusal(ready)
+
+
+class ScriptedModelEngine(TransformersEngine):
+    """Engine that answers each prompt with one of its scripted turns, and receives weights like a real engine.
+
+    The log-probs are those of the model with its current weights, so ratios, parity and the self-test of weight updates
+    are meaningful.
+
+    ``turns`` has the turns by the ids of a prompt, of which a request's seed chooses one. Other prompts, such as those
+    of later turns, get one of ``default``.
+
+    Example:
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> model = build_model(build_tokenizer(), seed=0).eval()
+        >>> engine = ScriptedModelEngine(model, turns={(5, 6): [[7, 8], [9]]}, default=[[1]])
+        >>> [sample.tokens for sample in engine.generate([Request(ids, 4, seed=0) for ids in ([5, 6], [5])])]
+        [[7, 8], [1]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        turns: Mapping[tuple[int, ...], Sequence[Sequence[int]]],
+        default: Sequence[Sequence[int]],
+    ):
+        super().__init__(model, tokenizer)
+        if not all(each and all(each) for each in (default, *turns.values())):
+            raise ValueError("turns and default must have at least one turn each, of at least one token")
+        self.turns, self.default = dict(turns), default
+
+    @torch.no_grad()
+    def _sample(self, requests: Sequence[Request]) -> list[Sample]:
+        # Choose the turns
+        chosen = [self.turns.get(tuple(request.prompt), self.default) for request in requests]
+        turns = [list(each[request.seed % len(each)]) for each, request in zip(chosen, requests, strict=True)]
+        played = [turn[: request.limit] for turn, request in zip(turns, requests, strict=True)]
+        # Score them, padded on the right
+        rows = [torch.tensor([*request.prompt, *turn]) for request, turn in zip(requests, played, strict=True)]
+        starts = torch.tensor([len(request.prompt) for request in requests])[:, None]
+        ends = torch.tensor([len(row) for row in rows])[:, None]
+        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        places = torch.arange(tokens.shape[1])[None]
+        positions = (places >= starts) & (places < ends)
+        log_probs = self._score(tokens, positions, requests[0].distribution).split([len(turn) for turn in played])
+        return [
+            Sample(turn, scores.tolist(), "stop" if turn == whole else "length", [self.version] * len(turn))
+            for turn, whole, scores in zip(played, turns, log_probs, strict=True)
+        ]
+
+    def _score(self, tokens: torch.Tensor, positions: torch.Tensor, distribution: Any) -> torch.Tensor:
+        """Return the log-probs ``[N]`` of the tokens at ``positions``; 0 for a greedy distribution."""
+        if distribution.temperature == 0:
+            return torch.zeros(int(positions.sum()))
+        device = self.model.device
+        scored = score_positions(
+            self.model, self.head, tokens.to(device), positions.to(device), distribution, entropy=False
+        )
+        return scored.log_probs.float().cpu()

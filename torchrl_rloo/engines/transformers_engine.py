@@ -78,13 +78,7 @@ class TransformersEngine(Engine):
         return self.model.get_input_embeddings().num_embeddings
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """Sample all requests and return one sample each, in their order, after the end of a pause.
-
-        Raises:
-            EngineTimeoutError: if a pause or another call lasts longer than ``request_timeout`` seconds.
-            EngineError: if the engine is closed or asleep, its last update failed half-way, a request is invalid, or
-                the model fails.
-        """
+        """Sample all requests, after the end of a pause or of another call; see :meth:`Sampler.generate`."""
         for number, request in enumerate(requests):
             self._check_request(number, request)
         # Batch the requests that share distribution and stops
@@ -145,19 +139,10 @@ class TransformersEngine(Engine):
         ]
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """Do one step of a weight update, as :meth:`WeightTarget.update_weights` describes.
+        """Do one step of a weight update, as :meth:`WeightTarget.update_weights` describes; adapters are refused.
 
         A failed step aborts its update. A late step has no effect on a newer update. After a failure the model has its
         old weights, unless ``failed_version`` is set.
-
-        Args:
-            step: name of the step. ``"adapter"`` is refused.
-            info: content of the step.
-            timeout: maximum time in seconds to wait for a running batch.
-
-        Raises:
-            EngineTimeoutError: if the running batch does not end in time.
-            EngineError: if the step fails.
         """
         steps = {
             "connect": self._connect,
@@ -266,15 +251,7 @@ class TransformersEngine(Engine):
             self._receiver = None
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
-        """Stop sampling once the running batch has ended.
-
-        Args:
-            in_flight: checked, but all values have the same effect.
-            timeout: maximum time in seconds to wait for the running batch.
-
-        Raises:
-            EngineTimeoutError: if the batch does not end in time. Sampling then continues.
-        """
+        """Stop sampling once the running batch has ended, for any ``in_flight``, unless that takes too long."""
         check_in_flight(in_flight)
         with self._turn:
             self._check()
@@ -287,7 +264,6 @@ class TransformersEngine(Engine):
                 )
 
     def resume(self) -> None:
-        """Continue sampling."""
         with self._turn:
             self._paused = False
             self._turn.notify_all()
@@ -328,11 +304,7 @@ class TransformersEngine(Engine):
             self.asleep = False
 
     def check_health(self, timeout: float = 10.0) -> None:
-        """Raise an ``EngineError`` if the engine is closed. An engine in this process cannot die.
-
-        Args:
-            timeout: unused, since the answer needs no waiting.
-        """
+        """Raise an ``EngineError`` if the engine is closed. An engine in this process cannot die."""
         self._check()
 
     def close(self) -> None:

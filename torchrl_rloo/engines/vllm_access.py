@@ -24,15 +24,11 @@ _OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
 def server_key() -> str:
-    """Return the key of this user's servers.
+    """Return the key of this user's servers, which only this user may read; others raise ``PermissionError``.
 
     It is the environment variable ``VLLM_API_KEY``. Otherwise it is the content of ``server.key`` in
     ``$TORCHRL_RLOO_CACHE``, else in ``$XDG_CACHE_HOME/torchrl_rloo`` or ``~/.cache/torchrl_rloo``. The first call makes
-    this file, which only this user can read.
-
-    Raises:
-        PermissionError: if other users could have read or written the file.
-        OSError: if the file cannot be made.
+    this file.
     """
     if key := os.environ.get(KEY):
         return key
@@ -47,16 +43,10 @@ def server_key() -> str:
 
 
 def client_key(url: str) -> str:
-    """Return the key for a server that a client has no key of.
+    """Return the key for a server that a client has no key of: ``VLLM_API_KEY``, or on this machine :func:`server_key`.
 
-    It is the environment variable ``VLLM_API_KEY``, or for a server on this machine that of :func:`server_key`.
-
-    Args:
-        url: URL of the server. Its host is an IP address, ``localhost`` or this machine's name; no other name counts as
-            this machine, since a name server decides about it.
-
-    Raises:
-        ValueError: if no key is set and the server may be on another machine, which must not learn this one's key.
+    A server on another machine must not learn this one's key. The host is on this machine if it is one of its IP
+    addresses, ``localhost`` or its name. No other name counts, since a name server decides about it.
     """
     from yarl import URL  # as aiohttp reads it
 
@@ -116,12 +106,6 @@ class ServerAccess:
     refused. So is each ``Host`` other than an IP address, ``localhost``, this machine's name, or a name in the
     environment variable ``TORCHRL_RLOO_SERVER_HOSTS``, with commas between names. The key is not
     encrypted, so use HTTPS or a private network.
-
-    Args:
-        app: application to protect.
-
-    Raises:
-        ValueError: if the environment variable ``VLLM_API_KEY`` is not set.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):

@@ -26,9 +26,8 @@ from torchrl_rloo.engines.base import (
 )
 
 WORKER = "torchrl_rloo.engines.vllm_worker.WeightWorker"
-CHILD_WORKER = "torchrl_rloo.engines.vllm_child.ChildWorker"
 BACKEND = "torchrl_rloo"
-TRAINER_PID = "TORCHRL_RLOO_TRAINER_PID"  # environment variable for the processes that an engine starts
+ERROR_LOG = "TORCHRL_RLOO_ERROR_LOG"  # environment variable of a child: the file for its errors
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # its short name, "uni", starts one more process on CPU
 SERVER_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continue": "keep"}
@@ -62,9 +61,7 @@ _ON_CPU = {
 def process_variables(own_process: bool, threads: int | None = None) -> dict[str, str]:
     """Return the environment variables that vLLM requires and that are not set.
 
-    Args:
-        own_process: whether the engine runs in a separate process.
-        threads: number of OpenMP threads of that process, which replaces the current value; None leaves it to torch.
+    ``threads`` is the number of OpenMP threads of an own process, which replaces the current one; None leaves it.
     """
     wanted = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
     if not torch.cuda.is_available():
@@ -114,11 +111,7 @@ def preserve_random_states() -> Iterator[None]:
 
 
 def require_vllm() -> None:
-    """Import vLLM. Call it within :func:`vllm_environment`.
-
-    Raises:
-        ImportError: if vLLM is not installed.
-    """
+    """Import vLLM, or raise an ImportError that says how to install it. Call it within :func:`vllm_environment`."""
     try:
         import vllm  # noqa: F401
     except ImportError as error:
@@ -128,11 +121,7 @@ def require_vllm() -> None:
 
 
 def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the arguments of a vLLM engine, for log-probs of the sampled distribution and weights from an updater.
-
-    Raises:
-        ValueError: if the toolkit sets an argument itself, or if an argument requests several replicas.
-    """
+    """Complete the arguments of a vLLM engine, whose log-probs must be of the sampled distribution."""
     if clash := sorted(_SET_HERE & set(arguments)):
         raise ValueError(f"{clash[0]} is set by the toolkit and cannot be {arguments[clash[0]]!r}; remove it")
     for name, value in arguments.items():
@@ -161,11 +150,7 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_arguments(model: str | PathLike, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return :func:`complete_arguments` in the form that vLLM's classes take.
-
-    Raises:
-        ValueError: if the toolkit sets an argument itself.
-    """
+    """Return :func:`complete_arguments` in the form that vLLM's classes take."""
     from vllm.config import WeightTransferConfig
 
     plain = complete_arguments(arguments)
@@ -182,14 +167,10 @@ def model_stop_ids(model_config: Any) -> tuple[int, ...]:
 
 
 def adapter_request(path: str, new: bool) -> Any:
-    """Return vLLM's ``LoRARequest`` for the engine's adapter.
+    """Return vLLM's ``LoRARequest`` for the engine's adapter, which loads it if ``new``, and samples with it if not.
 
     There is one adapter under one name. It is replaced in place, so that frozen requests continue with the new one. The
     caller drops everything cached of the old one.
-
-    Args:
-        path: directory of the adapter.
-        new: whether to load the adapter now; False samples with it.
     """
     from vllm.lora.request import LoRARequest
 
@@ -199,9 +180,8 @@ def adapter_request(path: str, new: bool) -> Any:
 def sampling_arguments(request: Request) -> dict[str, Any]:
     """Return a request as arguments of vLLM's ``SamplingParams``, which its server also accepts.
 
-    Raises:
-        EngineError: if vLLM would sample another distribution than the scorer's. It applies min-p and top-p in the
-            other order, and raises a temperature below 0.01 to 0.01.
+    It refuses settings for which vLLM would sample another distribution than the scorer's. vLLM applies min-p and top-p
+    in the other order, and raises a temperature below 0.01 to 0.01.
     """
     d = request.distribution
     # Refuse settings that vLLM applies differently
@@ -233,12 +213,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 
 
 def sample_from_output(request: Request, output: Any) -> Sample:
-    """Convert a finished ``CompletionOutput`` of vLLM to a sample.
-
-    Raises:
-        EngineDeadError: if the engine was restarted, so that its weights have no policy version.
-        EngineError: if another client named the weights.
-    """
+    """Convert a finished ``CompletionOutput`` of vLLM to a sample, unless its weights have no policy version."""
     tokens = list(output.token_ids)
     log_probs = [entry[token].logprob for entry, token in zip(output.logprobs or (), tokens, strict=True)]
     spans = [(s.version, s.start, s.end) for s in output.weight_versions or ()]
@@ -246,7 +221,7 @@ def sample_from_output(request: Request, output: Any) -> Sample:
 
 
 def sample_from_reply(request: Request, choice: Mapping[str, Any]) -> Sample:
-    """Convert a choice in the reply of vLLM's server to a sample, with the errors of :func:`sample_from_output`."""
+    """Convert a choice in the reply of vLLM's server to a sample, unless its weights have no policy version."""
     log_probs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
     spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
     return _sample(request, choice["token_ids"] or [], log_probs, choice["finish_reason"], spans)

@@ -30,7 +30,6 @@ from torchrl_rloo.engines.vllm_api import (
     require_vllm,
     sample_from_output,
     sampling_arguments,
-    silence_noise,
     vllm_environment,
 )
 
@@ -75,7 +74,6 @@ class VLLMEngine(VLLMEngineBase):
             from vllm import LLM
 
             arguments = engine_arguments(self._model, self._arguments)
-            silence_noise()
             try:
                 with preserve_random_states():
                     self.llm = LLM(**arguments)
@@ -141,11 +139,7 @@ class VLLMEngine(VLLMEngineBase):
             self.asleep = False
 
     def check_health(self, timeout: float = 10.0) -> None:
-        """Raise an ``EngineDeadError`` if sampling stopped between two steps. It waits for nothing.
-
-        Args:
-            timeout: unused, since a running batch in this process may take any time.
-        """
+        """Raise an ``EngineDeadError`` if sampling stopped between two steps, without waiting for a running batch."""
         self._check()
 
     def close(self) -> None:

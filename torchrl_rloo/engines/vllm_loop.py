@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, TimeoutError
-from contextlib import contextmanager
-from functools import partial
-from threading import RLock, current_thread
+from contextlib import contextmanager, suppress
+from threading import RLock
 from typing import Any, TypeVar
 
 from torchrl_rloo.engines.base import (
@@ -19,37 +18,30 @@ from torchrl_rloo.engines.base import (
     InFlight,
     Request,
     Sample,
+    SamplingClock,
     WeightStep,
     check_in_flight,
 )
-from torchrl_rloo.engines.sampling_clock import SamplingClock
 from torchrl_rloo.engines.vllm_api import PAUSE_MODES, VLLMEngineBase
-from torchrl_rloo.runtime.threads import PackageThread
+from torchrl_rloo.runtime.event_loop import EventLoop
 
 T = TypeVar("T")
 
-
 CLOSED = EngineError("this engine is closed")
-_PAUSED_CHECK_S = 0.1  # time between two looks at a deadline during a pause
 NOT_RESTARTED = EngineDeadError("restart() stopped this engine and has not started it yet")
+_PAUSED_CHECK_S = 0.1  # time between two looks at a deadline during a pause
+_END_S = 5.0  # time for work to end when its loop is closed
 
 
 class LoopThread:
-    """Event loop on a daemon thread. It keeps no reference to the objects that start work on it.
-
-    Args:
-        name: name of the thread.
-    """
+    """Event loop on a thread, whose end fails all work. It keeps no reference to the objects that start work on it."""
 
     def __init__(self, name: str):
-        self.loop = asyncio.new_event_loop()
+        self._events = EventLoop(name)
+        self.loop = self._events.loop
         self._work: set[asyncio.Task] = set()
         self._ended: EngineError | None = None
         self._end_lock = RLock()  # reentrant, since the garbage collector may call end() while it is held
-        self._thread = PackageThread(
-            self.loop.run_forever, name=name, stop=partial(self.loop.call_soon_threadsafe, self.loop.stop)
-        )
-        self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start work on the loop and return its future. Cancelling the future cancels the work."""
@@ -61,16 +53,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(self._until_ended(work), self.loop)
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
-        """Run work on the loop and return its result.
-
-        Args:
-            work: coroutine to run.
-            timeout: maximum duration in seconds.
-            what: name of the work in the error.
-
-        Raises:
-            EngineTimeoutError: if the work takes longer. It is then cancelled.
-        """
+        """Run work on the loop and return its result; cancel it and raise ``EngineTimeoutError`` if it is late."""
         future = self.start(work)
         try:
             return future.result(timeout)
@@ -85,30 +68,19 @@ class LoopThread:
             if first or final:
                 self._ended = error  # set before the cancellation, since cancelled work raises it
         if first:
-            self.loop.call_soon_threadsafe(self._cancel_work)
+            self.call_soon(lambda: [task.cancel() for task in list(self._work)])
+
+    def call_soon(self, function: Callable[[], Any]) -> None:
+        """Call a function on the loop, unless the loop has ended with the process."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function)
 
     def close(self, error: EngineError) -> None:
         """Stop the thread. Pending and later work fails with ``error``. It may be called again."""
         self.end(error, final=True)
-        # The garbage collector may call it on the loop's thread, which cannot wait for itself
-        if self._thread is current_thread():
-            self.loop.stop()
-        elif self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
-            self._thread.join(timeout=10.0)
-        if not self._thread.is_alive() and not self.loop.is_closed():
-            self.loop.close()
-
-    def _cancel_work(self) -> None:
-        for task in list(self._work):
-            task.cancel()
-
-    async def _stop(self) -> None:
-        """Stop the loop once all work has ended, since callers would wait forever for the rest."""
-        await asyncio.sleep(0.1)  # let other tasks of the loop end
-        if self._work:
-            await asyncio.wait(self._work, timeout=5.0)
-        self.loop.stop()
+        # The garbage collector may call it on the loop's thread, which ends with this object
+        if asyncio._get_running_loop() is not self.loop:
+            self._events.close(_END_S)
 
     async def _until_ended(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -137,13 +109,10 @@ def _gate(is_open: bool) -> asyncio.Event:
 
 
 class LoopEngine(VLLMEngineBase, AsyncEngine):
-    """Base of vLLM engines that accept requests at any time. Requests wait during a pause.
+    """Base of vLLM engines that accept requests at any time. Requests wait at a gate during a pause.
 
     A subclass sets ``_loop`` and implements the abstract coroutines, which raise only :class:`EngineError` and its
     subclasses.
-
-    Args:
-        request_timeout: seconds of sampling that a request may take; time in a pause does not count.
     """
 
     _loop: LoopThread
@@ -151,7 +120,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     def __init__(self, request_timeout: float):
         super().__init__(request_timeout)
         self._open = _gate(True)  # closed during a pause
-        self._sampling_clock = SamplingClock()
+        self._clock = SamplingClock()
         self._in_engine = 0  # number of requests passed to the engine
         self._long_calls = 0  # number of calls in progress for which the engine may answer no others
 
@@ -188,13 +157,13 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         """True between pause and resume."""
         return not self._open.is_set()
 
-    def submit(self, request: Request) -> Future[Sample]:
-        return self._loop.start(self._sample_in_time(request))
-
     @property
     def occupied(self) -> bool:
         """True during a step of an update, ``sleep`` or ``wake``."""
         return self._long_calls > 0
+
+    def submit(self, request: Request) -> Future[Sample]:
+        return self._loop.start(self._sample_in_time(request))
 
     def check_health(self, timeout: float = 10.0) -> None:
         """Call all workers. During a step of an update, sleep() or wake(), that call's time limit applies instead."""
@@ -226,7 +195,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
         # A forward pass while weights are loaded would kill the engine
         loads = step in ("finish", "adapter") or (step == "start" and not self._staged)
-        if loads and self._open.is_set():
+        if loads and not self.paused:
             raise EngineError(f"{step!r} loads weights; pause the engine before")
         with self._long_call():
             return super().update_weights(step, info, timeout=timeout)
@@ -264,11 +233,11 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     async def _sample_in_time(self, request: Request) -> Sample:
         """Sample a request, unless it reaches its deadline first."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        deadline, late = self._sampling_clock.read() + self.request_timeout, False
+        deadline, late = self._clock.read() + self.request_timeout, False
 
         def check() -> None:
             nonlocal late, timer
-            seconds = deadline - self._sampling_clock.read()
+            seconds = deadline - self._clock.read()
             if seconds > 0:
                 timer = loop.call_later(max(seconds, _PAUSED_CHECK_S) if self.paused else seconds, check)
             else:
@@ -276,7 +245,14 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
 
         timer = loop.call_later(self.request_timeout, check)
         try:
-            return await self._sample_unless_paused(request)
+            self._check_entry()
+            await self._open.wait()
+            self._check(ready=True)  # an update may have failed during the wait, or the engine may sleep
+            self._in_engine += 1
+            try:
+                return await self._sample(request)
+            finally:
+                self._in_engine -= 1
         except asyncio.CancelledError:
             if not late:
                 raise
@@ -284,23 +260,13 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         finally:
             timer.cancel()
 
-    async def _sample_unless_paused(self, request: Request) -> Sample:
-        self._check_entry()
-        await self._open.wait()
-        self._check(ready=True)  # an update may have failed during the wait, or the engine may sleep
-        self._in_engine += 1
-        try:
-            return await self._sample(request)
-        finally:
-            self._in_engine -= 1
-
     async def _pause(self, mode: str) -> None:
         self._open.clear()
-        self._sampling_clock.stop()
+        self._clock.stop()
         try:
             await self._pause_engine(mode)
         except BaseException:  # including CancelledError at a time-out
-            self._sampling_clock.start()  # deadlines must pass even if the engine never answers
+            self._clock.start()  # deadlines must pass even if the engine never answers
             try:
                 await self._resume_engine()
             finally:
@@ -308,7 +274,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
             raise
 
     async def _resume(self) -> None:
-        self._sampling_clock.start()
+        self._clock.start()
         if self.failed_version is not None:
             await self._pause_engine("abort")  # otherwise frozen requests would continue with mixed weights
         await self._resume_engine()

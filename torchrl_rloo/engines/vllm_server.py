@@ -47,25 +47,13 @@ def server_command(
     """Return the command that starts a server for :class:`VLLMServer`. Run it in :func:`server_environment`.
 
     All routes but health checks require the key of :func:`server_environment`, control routes included. The requests
-    and replies are not encrypted, so bind the server to the loopback interface or to a private network.
-
-    Args:
-        model: local directory or hub id, in Hugging Face format.
-        host: address to listen at.
-        port: port to listen at.
-        dtype: data type of weights and activations, e.g. ``"bfloat16"``. ``"auto"`` takes the checkpoint's.
-        tensor_parallel_size: number of GPUs that share the model.
-        **arguments: further arguments of vLLM's engine. ``max_model_len=4096`` becomes ``--max-model-len 4096``, True
-            and False become ``--flag`` and ``--no-flag``, and dicts and lists become JSON.
-
-    Raises:
-        ValueError: if the toolkit sets an argument itself, or if ``api_key`` is one, which others could read.
+    and replies are not encrypted, so bind the server to the loopback interface or to a private network. Further
+    arguments are those of vLLM's engine. ``max_model_len=4096`` becomes ``--max-model-len 4096``, True and False become
+    ``--flag`` and ``--no-flag``, and dicts and lists become JSON.
 
     Example:
-        >>> command = server_command("my-model", dtype="float32", max_model_len=4096)
-        >>> command[1:5]
+        >>> server_command("my-model", dtype="float32", max_model_len=4096)[1:5]
         ['-m', 'vllm.entrypoints.openai.api_server', '--model', 'my-model']
-        >>> server = subprocess.Popen(command, env=server_environment())  # doctest: +SKIP
     """
     if "api_key" in arguments:
         raise ValueError(f"api_key cannot be on a command line, which all users can read; set {KEY} instead")
@@ -87,12 +75,9 @@ def server_command(
 
 
 def server_environment(threads: int | None = 1) -> dict[str, str]:
-    """Return the environment of a server: this process's variables, and those that vLLM requires and that are not set.
+    """Return the environment of a server: this process's variables, those that vLLM requires, and the key for clients.
 
-    It has the key of :func:`~torchrl_rloo.engines.vllm_access.server_key`, which clients must send.
-
-    Args:
-        threads: number of OpenMP threads of the server; None leaves it to torch.
+    ``threads`` is the number of OpenMP threads of the server; None leaves it to torch.
     """
     variables = process_variables(own_process=True, threads=threads) | SERVER_VARIABLES
     return dict(os.environ) | variables | {KEY: server_key()}

@@ -11,6 +11,8 @@ reload on CPU:
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,11 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 
+from torchrl_rloo.engines.vllm_api import BACKEND, ERROR_LOG, silence_noise
 from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate
 from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, TensorInfo, read_manifest
 from torchrl_rloo.weight_update.transport import Receiver
-
-BACKEND = "torchrl_rloo"
 
 
 @dataclass
@@ -217,6 +218,13 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
 
 WeightTransferEngineFactory.register_engine(BACKEND, RLOOWeightTransfer)
 
+# vLLM imports this file in all processes of an engine
+silence_noise()
+if ERROR_LOG in os.environ:
+    _errors = logging.FileHandler(os.environ[ERROR_LOG])
+    _errors.setLevel(logging.ERROR)
+    logging.getLogger("vllm").addHandler(_errors)
+
 
 class WeightWorker:
     """Methods added to vLLM's worker for weight updaters."""
@@ -233,11 +241,7 @@ class WeightWorker:
         self.start_weight_update()
 
     def check_adapter(self, path: str, expected: str) -> None:
-        """Compare the checksum of a LoRA adapter's tensors, sorted by name, with the sender's.
-
-        Raises:
-            RuntimeError: if the checksums differ.
-        """
+        """Compare the checksum of a LoRA adapter's tensors, sorted by name, with the sender's."""
         tensors = load_file(Path(path) / ADAPTER_FILE)
         if (found := xxh3([tensors[name] for name in sorted(tensors)])) != expected:
             raise RuntimeError(f"the adapter in {path} is corrupt: its checksum is {found}, not {expected}")

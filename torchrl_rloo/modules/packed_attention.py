@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchrl_rloo.data.rows import pad
-from torchrl_rloo.engines.attention import attention_implementation
+from torchrl_rloo.engines.head import attention_implementation
 from torchrl_rloo.modules.context_parallel import ContextGroup
 
 PACKING_HINT = 'use packing="none"'
