@@ -30,7 +30,6 @@ class Config(RLOOConfig):
     output_dir: str = "outputs/rloo_async/${task.name}/seed${seed}"  # directory of checkpoints, metrics, report, model
     collector: s.CollectorConfig = field(default_factory=lambda: s.CollectorConfig(max_staleness=2, audit=True))
     ray: RayConfig = field(default_factory=RayConfig)
-    log: c.LogConfig = field(default_factory=lambda: c.LogConfig(loggers=["tensorboard", "ray"]))
 
     def __post_init__(self):
         super().__post_init__()

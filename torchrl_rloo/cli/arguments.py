@@ -43,7 +43,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "replay/advantage": ("advantage", "plan"),
     "replay/credit": ("advantage", "reward"),
     "rewards/executor_process": ("reward.executor",),
-    "rewards/executor_ray": ("reward.executor",),
     "rewards/executors": ("reward.executor",),
     "rewards/runner": ("reward",),
     "run": ("", "log", "checkpoint"),

@@ -23,7 +23,6 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.envs.activity import ActivityWindow
 from torchrl_rloo.envs.stepping import adapt_to_policy
-from torchrl_rloo.ray_metrics import RayMetrics
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -101,7 +100,7 @@ class RolloutWorker:
         self._tasks: dict[tuple[int, int], asyncio.Task] = {}
         self._began: dict[tuple[int, int], int] = {}
         self._pending, self._idle_since, self._idle_seconds = 0, time.monotonic(), 0.0
-        self._runner, self._metrics = None, RayMetrics()
+        self._runner = None
 
     async def start(self) -> dict[str, Any]:
         """Make environment and policy, and return facts about the worker.
@@ -191,8 +190,6 @@ class RolloutWorker:
             reports = engine.reports()
         idle = self._idle_seconds + (time.monotonic() - self._idle_since if self._pending == 0 else 0.0)
         runner = self._runner
-        activity = runner.take_activity()
-        self._export(activity)
         return WorkerStatus(
             dict(self._began),
             dict(runner.turn_counts),
@@ -202,17 +199,9 @@ class RolloutWorker:
             idle,
             reports,
             _resident_bytes(),
-            activity,
+            runner.take_activity(),
             runner.source.occupancy.read(),
         )
-
-    def _export(self, activity: ActivityWindow) -> None:
-        """Send Ray what conversations do now, and the turns since the last heartbeat."""
-        for state, number in self._runner.activity.numbers().items():
-            self._metrics.set("worker/conversations", number, state=state)
-        self._metrics.set("worker/resident_bytes", _resident_bytes())
-        if "engine" in activity.latency:
-            self._metrics.add("worker/turns", activity.latency["engine"].n)
 
     async def cut(self, group_id: int) -> None:
         """Cancel the conversations of a group that have not ended."""

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
-from math import inf
 from time import monotonic
 from typing import Any
 
@@ -23,7 +22,6 @@ from torchrl_rloo.engines.ray_messages import (
     Failure,
     RequestBatch,
 )
-from torchrl_rloo.ray_metrics import RayMetrics
 from torchrl_rloo.weight_update.object_store import ObjectStoreRelay
 
 GATHER_S = 0.001  # time after the first answer in which others join its message
@@ -48,9 +46,8 @@ class EngineActor:
         self._engine: AsyncEngine | None = None
         self._clients: dict[str, _Client] = {}
         self._relay = ObjectStoreRelay()
-        self._occupancy, self._metrics = Occupancy(), RayMetrics({"engine": name})
+        self._occupancy = Occupancy()
         self._reports = count(1)
-        self._exported_at = -inf
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="engine-call")
 
     def __repr__(self) -> str:
@@ -151,18 +148,7 @@ class EngineActor:
     def _state(self) -> EngineState:
         if self._engine is None:
             return EngineState()
-        state = EngineState.of(self._engine, next(self._reports), self._occupancy.read())
-        self._export(state)
-        return state
-
-    def _export(self, state: EngineState) -> None:
-        """Send Ray the load, at most as often as it is reported without answers."""
-        if monotonic() - self._exported_at >= BEAT_S:
-            self._exported_at = monotonic()
-            for name, value in state.load._asdict().items():
-                self._metrics.set(f"engine/{name}", value)
-            self._metrics.set("engine/in_flight", self._occupancy.number)
-            self._metrics.set("engine/version", state.version)
+        return EngineState.of(self._engine, next(self._reports), self._occupancy.read())
 
     def _client(self, name: str) -> _Client:
         if name not in self._clients:

@@ -12,7 +12,6 @@ from torchrl_rloo.rewards.executors import (
     Executor,
     InlineExecutor,
     ProcessExecutor,
-    RayExecutor,
     ThreadExecutor,
     make_executor,
 )
@@ -69,7 +68,6 @@ __all__ = [
     "MultipleChoice",
     "NumericMatch",
     "ProcessExecutor",
-    "RayExecutor",
     "ReasoningAccuracy",
     "RegexFormat",
     "RemoteScorer",

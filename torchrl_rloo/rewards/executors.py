@@ -1,4 +1,4 @@
-"""Executors that run reward functions inline, in threads, in worker processes, or in actors of a Ray cluster.
+"""Executors that run reward functions inline, in threads, or in worker processes.
 
 ==========================  ==========  ============================================================================
 executor                    time limit  effect of a bad sample
@@ -6,7 +6,6 @@ executor                    time limit  effect of a bad sample
 :class:`InlineExecutor`     none        an exception fails the sample; a hang or a crash stops the run
 :class:`ThreadExecutor`     yes         a hang fails the sample and keeps its thread; a crash stops the run
 :class:`ProcessExecutor`    yes         a hang or a crash fails the sample and its worker, which is replaced
-:class:`RayExecutor`        yes         a hang fails the sample and its actor; a crash, if it happens twice
 ==========================  ==========  ============================================================================
 
 Executors return the result of each call. :class:`~torchrl_rloo.rewards.runner.RewardRunner` counts and logs the
@@ -24,11 +23,10 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from torchrl_rloo.rewards.executor_process import ProcessExecutor, check_limits
-from torchrl_rloo.rewards.executor_ray import RayExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, attempt_reward
 from torchrl_rloo.runtime.threads import PackageThread
 
-__all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "RayExecutor", "ThreadExecutor", "make_executor"]
+__all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "ThreadExecutor", "make_executor"]
 
 
 class Executor(Protocol):
@@ -168,7 +166,7 @@ def make_executor(
     """Create an executor from settings.
 
     Args:
-        mode: ``"inline"``, ``"thread"``, ``"process"`` or ``"ray"``.
+        mode: ``"inline"``, ``"thread"`` or ``"process"``.
         workers: maximum number of concurrent calls. None keeps the default of the class.
         timeout: seconds per trajectory. None keeps the default of the class.
         rows_per_call: number of trajectories per call. None keeps the default of the class.
@@ -197,19 +195,15 @@ def make_executor(
             )
         return InlineExecutor()
     if mode not in _MODES:
-        raise ValueError(f"unknown mode={mode!r}; it must be 'inline', 'thread', 'process' or 'ray'")
+        raise ValueError(f"unknown mode={mode!r}; it must be 'inline', 'thread' or 'process'")
     if mode == "thread" and environment is not None:
         raise ValueError(
             f"environment={environment} has no effect with mode='thread', whose functions see all variables; omit it"
         )
-    if mode == "ray" and environment is not None:
-        raise ValueError(
-            f"environment={environment} has no effect with mode='ray'; set variables of the cluster's nodes"
-        )
     return _MODES[mode](**settings)
 
 
-_MODES = {"thread": ThreadExecutor, "process": ProcessExecutor, "ray": RayExecutor}
+_MODES = {"thread": ThreadExecutor, "process": ProcessExecutor}
 
 
 class _Thread(PackageThread):
