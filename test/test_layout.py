@@ -21,6 +21,7 @@ MAX_LINES = 600
 FOLDERS = (
     "cli",
     "embedded",
+    "ray",
     "run",
     "diagnostics",
     "collectors",

@@ -25,7 +25,7 @@ from torchrl.envs.utils import check_env_specs
 from torchrl.modules import llm as their_modules
 from torchrl.objectives import llm as their_objectives
 
-from torchrl_rloo.collectors import LLMCollector, RayLLMCollector
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows, tensor_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
@@ -35,6 +35,7 @@ from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
 from torchrl_rloo.envs.transforms import AddThinkingPrompt, DataLoadingPrimer, FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
+from torchrl_rloo.ray import RayLLMCollector
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.torchrl_arguments import TORCHRL_ARGUMENTS
 from torchrl_rloo.training import accumulate

@@ -109,7 +109,7 @@ def _run_ranks(recipe: str, settings: Sequence[str], ranks: int, resources: dict
         from torchrl_rloo.runtime.ranks_launch import launch
 
         raise SystemExit(launch([sys.executable, *command], ranks))
-    from torchrl_rloo.ranks_on_ray import launch_on_ray
+    from torchrl_rloo.ray.ranks import launch_on_ray
 
     address = next((s.partition("=")[2] for s in settings if s.startswith("ray.address=")), None)
     try:

@@ -5,8 +5,6 @@ from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
 from torchrl_rloo.collectors.ledger import Audit, Group, GroupLedger, GroupState, Lease, check_audit
 from torchrl_rloo.collectors.llm import LLMCollector
 from torchrl_rloo.collectors.policy_endpoint import PolicyEndpoint
-from torchrl_rloo.collectors.ray_llm import RayLLMCollector
-from torchrl_rloo.collectors.referenced_source import ReferencedSource
 from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector
 from torchrl_rloo.collectors.roles import RoleConversation, RolePlay
 from torchrl_rloo.collectors.shared_source import SharedSource
@@ -25,8 +23,6 @@ __all__ = [
     "LLMCollector",
     "Lease",
     "PolicyEndpoint",
-    "RayLLMCollector",
-    "ReferencedSource",
     "RefilledBatch",
     "RefillingCollector",
     "RoleConversation",

@@ -12,14 +12,11 @@ from torchrl_rloo.engines.base import (
     Sampler,
     sleeping,
 )
-from torchrl_rloo.engines.follower_pool import FollowerPool
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, find_head, score_positions
 from torchrl_rloo.engines.member import Member
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.engines.pool_members import PoolEvent
-from torchrl_rloo.engines.ray_client import RayEngineClient
-from torchrl_rloo.engines.ray_engine import RayEngine, start_together
 from torchrl_rloo.engines.routers import LeastLoaded, NearestFirst, Router, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.supervisor import Supervisor
@@ -44,13 +41,10 @@ __all__ = [
     "EngineLoad",
     "EnginePool",
     "EngineTimeoutError",
-    "FollowerPool",
     "LeastLoaded",
     "Member",
     "NearestFirst",
     "PoolEvent",
-    "RayEngine",
-    "RayEngineClient",
     "Request",
     "Router",
     "Sample",
@@ -65,5 +59,4 @@ __all__ = [
     "server_command",
     "server_environment",
     "sleeping",
-    "start_together",
 ]

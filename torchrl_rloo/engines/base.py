@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.weight_update.target import (
@@ -261,6 +261,28 @@ class AsyncEngine(Engine):
             f"{type(self).__name__} did not finish a request in request_timeout={self.request_timeout} s of sampling; "
             "raise it or lower max_new_tokens"
         )
+
+
+class EngineHandle(Protocol):
+    """Address of one start of an engine in another process, which can be pickled."""
+
+    version: int
+    start_count: int
+
+    def connect(self) -> SharedEngine:
+        """Return a client of the engine."""
+
+
+class SharedEngine(AsyncEngine):
+    """Base of engines with which other processes may sample as well."""
+
+    @abstractmethod
+    def current_handle(self) -> EngineHandle:
+        """Return the address of the current start, with the current version."""
+
+    @abstractmethod
+    def follow(self, handle: EngineHandle) -> None:
+        """Take the version of the same start, or change to a later start, at which the requests inside fail."""
 
 
 @contextmanager

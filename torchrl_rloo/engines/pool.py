@@ -13,14 +13,15 @@ from torchrl_rloo.engines.base import (
     EngineDeadError,
     EngineError,
     InFlight,
+    SharedEngine,
     WeightStep,
     check_in_flight,
 )
 from torchrl_rloo.engines.member import Member
 from torchrl_rloo.engines.pool_requests import PoolRequests
-from torchrl_rloo.engines.ray_client import RayEngineClient
 from torchrl_rloo.engines.routers import LeastLoaded, Router
 from torchrl_rloo.engines.supervisor import Supervisor
+from torchrl_rloo.runtime.lookup import import_object
 from torchrl_rloo.weight_update.target import is_dead
 
 _FOLLOW_S = 1.0  # time for other processes to learn that a member leaves
@@ -31,7 +32,7 @@ class EnginePool(PoolRequests):
     """Engine that spreads requests over several engines and outlives the death of each.
 
     Members may join and leave at any time, see :meth:`add` and :meth:`remove`. A pool of ``RayEngine`` that is pickled
-    to another process becomes a :class:`~torchrl_rloo.engines.follower_pool.FollowerPool`.
+    to another process becomes a pool that follows this one.
 
     A router sends each request to a ready member. If the member dies, hangs or is restarted, the request goes to
     another one with the same seed. Without a ready member it waits. A supervisor restarts dead members. With an
@@ -82,10 +83,9 @@ class EnginePool(PoolRequests):
         raise EngineError(f"{step!r} must go to the members of the EnginePool; pass the pool to WeightPublisher")
 
     def __reduce__(self) -> tuple:
-        from torchrl_rloo.engines.follower_pool import FollowerPool
-
         self._has_followers = True
-        return FollowerPool, (self.member_states(), self.router, self.patience, self.max_attempts)
+        follower = import_object("torchrl_rloo.ray.pool.FollowerPool", "a pool of shared engines")
+        return follower, (self.member_states(), self.router, self.patience, self.max_attempts)
 
     def add(self, engine: Engine) -> int:
         """Add an engine while the pool runs. With an attached publisher, it samples once it was filled.
@@ -146,7 +146,7 @@ class EnginePool(PoolRequests):
         member.engine.close()
 
     def member_states(self) -> list[dict[str, Any]]:
-        """Return the states of the members for :meth:`FollowerPool.follow`, as plain values and Ray handles.
+        """Return the states of the members for ``follow`` of that pool, as plain values and Ray handles.
 
         Raises:
             EngineError: if a member is no ``RayEngine``.
@@ -155,7 +155,7 @@ class EnginePool(PoolRequests):
             return [_member_state(member) for member in self.members if member.state != "closed"]
 
     def note_reports(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Call members that the followers of this pool suspect, see :meth:`FollowerPool.reports`."""
+        """Call members that the followers of this pool suspect."""
         for report in reports:
             with self._lock:
                 member = self._numbered(report["number"])
@@ -256,7 +256,7 @@ class EnginePool(PoolRequests):
 
 def _member_state(member: Member) -> dict[str, Any]:
     engine = member.target
-    if not isinstance(engine, RayEngineClient):
+    if not isinstance(engine, SharedEngine):
         raise EngineError(f"{member.name} cannot be used from other processes; put it in a RayEngine")
     # An engine that a caller restarted waits for weights, though the pool has not noticed
     is_current = engine.start_count == member.start_count

@@ -19,7 +19,6 @@ from torchrl_rloo.rewards.formats import RegexFormat, think_format
 from torchrl_rloo.rewards.instructions import InstructionFollowing
 from torchrl_rloo.rewards.json_schema import JSONSchema
 from torchrl_rloo.rewards.judge import LLMJudge
-from torchrl_rloo.rewards.latency import Histogram
 from torchrl_rloo.rewards.lengths import Length, LengthBudget, SoftOverlong
 from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch
 from torchrl_rloo.rewards.protocol import (
@@ -57,7 +56,6 @@ __all__ = [
     "ExactMatch",
     "Executor",
     "ForTask",
-    "Histogram",
     "InlineExecutor",
     "InstructionFollowing",
     "JSONSchema",

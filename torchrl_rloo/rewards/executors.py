@@ -14,17 +14,14 @@ failures. Async functions run on an event loop instead (:mod:`torchrl_rloo.rewar
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import asyncio
 from collections.abc import Sequence
-from functools import partial
-from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from torchrl_rloo.rewards.executor_process import ProcessExecutor, check_limits
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, attempt_reward
-from torchrl_rloo.runtime.threads import PackageThread
+from torchrl_rloo.runtime.event_loop import call_at_once, run
 
 __all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "ThreadExecutor", "make_executor"]
 
@@ -111,39 +108,23 @@ class ThreadExecutor:
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """Call a function once per batch and return the results in order."""
-        results: list[Any] = [None] * len(batches)
-        finished: SimpleQueue[tuple[_Thread, RewardCall | RewardFailure]] = SimpleQueue()
-        waiting, free = deque(range(len(batches))), []
-        running: dict[_Thread, tuple[int, float, float]] = {}  # index, start and time limit of a call
-        try:
-            while waiting or running:
-                # Start calls while there are free workers
-                while waiting and len(running) < self.workers:
-                    thread = free.pop() if free else _Thread(function, finished)
-                    index = waiting.popleft()
-                    limit = math.inf if self.timeout is None else self.timeout * len(batches[index])
-                    running[thread] = (index, perf_counter(), limit)
-                    thread.calls.put(batches[index])
-                # Wait for a result, at most until the next deadline
-                left = min(start + limit for _, start, limit in running.values()) - perf_counter()
+        return run(self._call_all(function, batches))
+
+    async def _call_all(
+        self, function: RewardFunction, batches: Sequence[RewardBatch]
+    ) -> list[RewardCall | RewardFailure]:
+        slots = asyncio.Semaphore(self.workers)
+
+        async def call(batch: RewardBatch) -> RewardCall | RewardFailure:
+            limit = None if self.timeout is None else self.timeout * len(batch)
+            async with slots:
+                start = perf_counter()
                 try:
-                    thread, result = finished.get(timeout=None if left == math.inf else max(left, 0.0))
-                except Empty:
-                    thread, result = None, None
-                if thread in running:  # an abandoned thread may also report a result
-                    results[running.pop(thread)[0]] = result
-                    free.append(thread)
-                # Abandon the calls that have timed out
-                now = perf_counter()
-                for thread, (index, start, limit) in list(running.items()):
-                    if now - start >= limit:
-                        results[index] = RewardFailure.timed_out(limit, now - start)
-                        thread.calls.put(None)
-                        del running[thread]
-        finally:
-            for thread in [*free, *running]:
-                thread.calls.put(None)
-        return results
+                    return await call_at_once(attempt_reward, function, batch, BaseException, timeout=limit)
+                except TimeoutError:  # an error of the function itself is a result
+                    return RewardFailure.timed_out(limit, perf_counter() - start)
+
+        return await asyncio.gather(*map(call, batches))
 
     def close(self) -> None:
         """Do nothing: threads end with their calls."""
@@ -204,17 +185,3 @@ def make_executor(
 
 
 _MODES = {"thread": ThreadExecutor, "process": ProcessExecutor}
-
-
-class _Thread(PackageThread):
-    """Thread that calls a function for each batch in its queue, until it reads None."""
-
-    def __init__(self, function: RewardFunction, finished: SimpleQueue):
-        self.function, self.finished = function, finished
-        self.calls: SimpleQueue[RewardBatch | None] = SimpleQueue()
-        super().__init__(self._serve, name="reward", stop=partial(self.calls.put, None))
-        self.start()
-
-    def _serve(self) -> None:
-        while (batch := self.calls.get()) is not None:
-            self.finished.put((self, attempt_reward(self.function, batch, BaseException)))

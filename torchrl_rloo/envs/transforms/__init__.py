@@ -5,7 +5,6 @@ from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhauste
 from torchrl_rloo.envs.transforms.feedback import FeedbackTransform
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
 from torchrl_rloo.envs.transforms.normalize import NormalizeRewards
-from torchrl_rloo.envs.transforms.ray_primer import RayDataLoadingPrimer
 from torchrl_rloo.envs.transforms.repository import RepositoryTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.envs.transforms.shaping import (
@@ -30,7 +29,6 @@ __all__ = [
     "FeedbackTransform",
     "KLRewardTransform",
     "NormalizeRewards",
-    "RayDataLoadingPrimer",
     "RepositoryTransform",
     "RewardTransform",
     "ScoreNames",
