@@ -24,7 +24,7 @@ ALLOWED = {
     "torchrl_rloo/collectors/ledger.py": "a time for readers of the audit",
     "torchrl_rloo/diagnostics/watch_files.py": "times of files tell that they changed",
     "torchrl_rloo/diagnostics/watch_run.py": "the age of a file, for readers of a page",
-    "torchrl_rloo/engines/pool_members.py": "a time for readers of the pool's events",
+    "torchrl_rloo/engines/pool.py": "a time for readers of the pool's events",
     "torchrl_rloo/envs/agents/chat_format.py": "a field of OpenAI's format",
     "torchrl_rloo/envs/agents/responses_format.py": "a field of OpenAI's format",
     "torchrl_rloo/replay/row_writer.py": "numbers of files, which always grow; the age of files of killed writers",

@@ -14,8 +14,8 @@ from torch import nn
 
 from torchrl_rloo.data import encode_prompt, keys
 from torchrl_rloo.data.rows import ragged
-from torchrl_rloo.engines import Head, find_head, score_positions
-from torchrl_rloo.engines.head import predicting_states
+from torchrl_rloo.engines import find_head, score_positions
+from torchrl_rloo.engines.head import Head, predicting_states
 from torchrl_rloo.functional import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
 

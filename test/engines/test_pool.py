@@ -400,7 +400,7 @@ def test_waiting_requests_are_shared_with_members_that_are_ready_soon(make_pool)
         update(engine, 1)
         pool.mark_filled(engine, 1)
     assert [len(engine.requests) for engine in engines] == [4, 4, 0]
-    pool._check_waiting(inf)  # the third one takes too long
+    pool.check_waiting(inf)  # the third one takes too long
     assert [len(engine.requests) for engine in engines] == [6, 6, 0] and not any(f.done() for f in futures)
 
 

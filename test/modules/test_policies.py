@@ -16,7 +16,8 @@ from transformers import Qwen2ForCausalLM
 
 from torchrl_rloo.data import encode_prompt, keys, to_history
 from torchrl_rloo.data.rows import ragged, stack_rows
-from torchrl_rloo.engines import GenerationConfig, find_head
+from torchrl_rloo.engines import find_head
+from torchrl_rloo.engines.generation import GenerationConfig
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 

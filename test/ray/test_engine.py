@@ -12,10 +12,11 @@ import pytest
 
 from support.processes import wait_until_gone
 from support.ray_cluster import ENDLESS, RAY_GROUP, REFUSED, echo_engine
-from support.waiting import PATIENCE
-from torchrl_rloo.engines import ray_engine_actor
+from support.waiting import PATIENCE, wait_until
+from torchrl_rloo.engines import EnginePool, Supervisor
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
+from torchrl_rloo.ray import engine_actor
 from torchrl_rloo.ray.engine import RayEngine
 from torchrl_rloo.ray.engine_actor import AnswerBatch, EngineActor, RequestBatch
 from torchrl_rloo.ray.engine_client import RayEngineClient
@@ -243,8 +244,8 @@ def test_a_pickled_engine_is_a_client_of_the_same_actor(engine: RayEngine, wait_
 
 
 def test_requests_of_a_client_that_vanished_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine_actor, "_CLIENT_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(ray_engine_actor, "BEAT_S", 0.01)
+    monkeypatch.setattr(engine_actor, "_CLIENT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_actor, "BEAT_S", 0.01)
 
     async def scenario(engine) -> None:
         actor = EngineActor("echo")
@@ -271,5 +272,22 @@ def test_requests_of_a_client_that_vanished_are_cancelled(monkeypatch: pytest.Mo
 
 
 def test_requests_of_a_client_that_vanished_end_within_a_minute() -> None:
-    limits = (ray_engine_actor.STREAM_S, ray_engine_actor._CLIENT_TIMEOUT_S, ray_engine_actor.BEAT_S)
+    limits = (engine_actor.STREAM_S, engine_actor._CLIENT_TIMEOUT_S, engine_actor.BEAT_S)
     assert sum(limits) < 60
+
+
+def test_processes_share_a_pool_and_report_a_killed_member(ray_cluster: str) -> None:
+    from ray import cloudpickle
+
+    engines = [RayEngine(echo_engine, name=f"echo {n}") for n in range(2)]
+    with EnginePool(engines, supervisor=Supervisor(probe_every=30.0, backoff=0.01), patience=PATIENCE) as pool:
+        follower = cloudpickle.loads(cloudpickle.dumps(pool))
+        requests = [Request([300, 2], limit=8, seed=seed) for seed in range(12)]
+        futures = [follower.submit(request) for request in requests]
+        os.kill(engines[0].pid, signal.SIGKILL)
+        assert [f.result(PATIENCE).tokens for f in futures] == [[seed, 300, 2] for seed in range(12)]
+        pool.note_reports(follower.reports())
+        wait_until(lambda: engines[0].start_count == 1 and all(member.state == "ready" for member in pool.members))
+        follower.follow(pool.member_states())
+        assert {member.state for member in follower.members} == {"ready"} and len(follower.generate(requests)) == 12
+        follower.close()

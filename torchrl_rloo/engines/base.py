@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from math import isfinite
 from operator import index
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.functional.sampling import SamplingDistribution
-from torchrl_rloo.weight_update.target import (
+from torchrl_rloo.weight_update.target import (  # noqa: F401  for all engines, whose errors a publisher raises as well
     EngineDeadError,
     EngineError,
     EngineTimeoutError,
@@ -22,25 +24,6 @@ from torchrl_rloo.weight_update.target import (
     WeightTarget,
     check_in_flight,
 )
-
-__all__ = [
-    "AsyncEngine",
-    "Engine",
-    "EngineDeadError",
-    "EngineError",
-    "EngineLoad",
-    "EngineTimeoutError",
-    "Finish",
-    "InFlight",
-    "MAX_ABORTS",
-    "Request",
-    "Sample",
-    "Sampler",
-    "WeightStep",
-    "check_in_flight",
-    "check_sample",
-    "sleeping",
-]
 
 Finish = Literal["stop", "length", "abort"]
 MAX_ABORTS = 100  # times in a row that an engine may abort a turn; pauses abort it a few times
@@ -88,16 +71,9 @@ class Sample(NamedTuple):
 
 
 def check_sample(sample: Any, request: Request, *, vocab_size: int, version: int) -> Sample:
-    """Check an engine's answer to a request, and return it with plain lists.
+    """Return an engine's answer to a request with plain lists, or raise ``EngineError`` if it contradicts ``Sample``.
 
-    Args:
-        sample: the answer.
-        request: the request.
-        vocab_size: number of ids.
-        version: highest policy version that may have sampled it.
-
-    Raises:
-        EngineError: if the answer contradicts :class:`Sample`.
+    ``version`` is the highest policy version that may have sampled it.
     """
     try:
         tokens, versions = list(map(index, sample.tokens)), list(map(index, sample.versions))
@@ -200,15 +176,12 @@ class AsyncEngine(Engine):
     """Base of engines that accept requests at any time and batch them as they arrive.
 
     Args:
-        request_timeout: seconds of sampling that a request may take; time in a pause does not count.
+        request_timeout: seconds of sampling that a request may take, above 0; time in a pause does not count.
 
     Attributes:
         paused: True between :meth:`pause` and :meth:`resume`.
         occupied: True during a call in which the engine may answer no others, such as a step of an update.
         counts_running_tokens: whether :meth:`load` counts the tokens of running requests, not only of finished ones.
-
-    Raises:
-        ValueError: if ``request_timeout`` is not above 0.
     """
 
     paused: bool = False
@@ -264,25 +237,50 @@ class AsyncEngine(Engine):
 
 
 class EngineHandle(Protocol):
-    """Address of one start of an engine in another process, which can be pickled."""
-
-    version: int
-    start_count: int
+    """Address of a :class:`SharedEngine`, which can be pickled to other processes."""
 
     def connect(self) -> SharedEngine:
-        """Return a client of the engine."""
+        """Return a client of the engine in this process."""
 
 
 class SharedEngine(AsyncEngine):
-    """Base of engines with which other processes may sample as well."""
+    """Base of engines that several processes use: one, the driver, supervises them and updates their weights."""
+
+    @property
+    @abstractmethod
+    def occupancy(self) -> Reading:
+        """Occupancy by the requests of all processes, as last reported."""
 
     @abstractmethod
     def current_handle(self) -> EngineHandle:
-        """Return the address of the current start, with the current version."""
+        """Return the address with the current version."""
 
     @abstractmethod
     def follow(self, handle: EngineHandle) -> None:
         """Take the version of the same start, or change to a later start, at which the requests inside fail."""
+
+
+class SamplingClock:
+    """Clock for the deadlines of requests, which stands still during pauses."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._stopped_at = clock, None
+        self.paused_seconds = 0.0  # sum of all pauses that have ended
+
+    def read(self) -> float:
+        """Return the time in seconds, without that of pauses."""
+        return (self._clock() if self._stopped_at is None else self._stopped_at) - self.paused_seconds
+
+    def stop(self) -> None:
+        """Begin a pause, unless one has begun."""
+        if self._stopped_at is None:
+            self._stopped_at = self._clock()
+
+    def start(self) -> None:
+        """End a pause if there is one."""
+        if self._stopped_at is not None:
+            self.paused_seconds += self._clock() - self._stopped_at
+            self._stopped_at = None
 
 
 @contextmanager

@@ -12,9 +12,16 @@ from math import inf
 from threading import TIMEOUT_MAX, Condition, RLock, Thread, local
 
 from torchrl_rloo.engines import base
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.base import (
+    EngineDeadError,
+    EngineError,
+    EngineLoad,
+    EngineTimeoutError,
+    Request,
+    Sample,
+    SamplingClock,
+)
 from torchrl_rloo.engines.base import WeightStep as Step
-from torchrl_rloo.engines.sampling_clock import SamplingClock
 from torchrl_rloo.engines.scripted_turn import ScriptedRun, ScriptedTurn
 from torchrl_rloo.engines.scripted_update import ScriptedUpdates
 

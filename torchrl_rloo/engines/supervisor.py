@@ -25,7 +25,8 @@ class Supervisor:
 
     It calls every member regularly and looks at its progress. A member counts as dead if it neither answered two calls
     in a row nor sampled during them. It also does if it sampled nothing for long with requests inside. The supervisor
-    restarts and refills dead members. It cares for different members at the same time.
+    restarts and refills dead members. It cares for different members at the same time. In a pool that follows another
+    process's, it only looks after waiting requests.
 
     Args:
         probe_every: seconds between two calls of a member.
@@ -64,11 +65,7 @@ class Supervisor:
         self._thread: Thread | None = None
 
     def watch(self, pool: EnginePool) -> None:
-        """Start the thread. It ends with the pool.
-
-        Raises:
-            ValueError: if the supervisor watches another pool.
-        """
+        """Start the thread, which ends with the pool; a supervisor watches one."""
         if self._thread is not None:
             raise ValueError("this Supervisor watches another pool; make one per pool")
         self._thread = Thread(target=self._run, args=(weakref.ref(pool),), name="pool-supervisor", daemon=True)
@@ -84,6 +81,22 @@ class Supervisor:
         self._stopped.set()
         self._news.set()
 
+    def admit(self, pool: EnginePool, member: Member) -> None:
+        """Bring a started engine into the pool's pause and sleep, and let it wait for weights."""
+        if pool.paused:
+            member.engine.pause("abort")
+        if pool.asleep:
+            member.engine.sleep()
+        if pool.closed:
+            member.engine.close()
+        with pool.lock:
+            member.start_count = member.target.start_count
+            member.filled = pool.fill is None
+            member.needs_fill = not member.filled
+            if not pool.change(member, "ready" if member.filled else "empty", sources=("starting",)):
+                return
+        pool.route_waiting()
+
     def _run(self, reference: weakref.ref[EnginePool]) -> None:
         while not self._stopped.is_set() and (pool := reference()) is not None:
             delay = self._look(pool)
@@ -94,21 +107,20 @@ class Supervisor:
     def _look(self, pool: EnginePool) -> float:
         """Start the jobs that are due, and return the seconds until the next one."""
         now = monotonic()
-        delay = min(self.probe_every, pool._check_waiting(now))
-        for member in pool.members:
+        delay = min(self.probe_every, pool.check_waiting(now))
+        for member in () if pool.follows else pool.members:
             if member.job is not None or member.exhausted or member.state in ("starting", "closed"):
                 continue
+            wants_fill = _wants_fill(pool, member)
             # Wait before a restart in its own thread; wait before a fill or a probe here
             if member.state == "dead":
                 self._start(pool, member, self._revive)
-            elif pool._wants_fill(member) and now >= member.fill_at:
+            elif wants_fill and now >= member.fill_at:
                 self._start(pool, member, self._fill)
             elif now >= member.probe_at:
                 self._start(pool, member, self._probe)
             else:
-                delay = min(delay, member.probe_at - now)
-                if pool._wants_fill(member):
-                    delay = min(delay, member.fill_at - now)
+                delay = min(delay, member.probe_at - now, member.fill_at - now if wants_fill else delay)
         return max(delay, 0.0)
 
     def _start(self, pool: EnginePool, member: Member, job: Callable[[EnginePool, Member], None]) -> None:
@@ -136,60 +148,57 @@ class Supervisor:
                 self._judge(pool, member, error)
                 return
         member.misses = 0
-        pool._confirm(member)
+        if pool.change(member, "ready" if member.filled else "empty", sources=("suspect",)):
+            pool.route_waiting()
         # Compare the progress with that at the last probe
         now, progress = monotonic(), _progress(member)
         busy = member.inside and not member.engine.paused and member.engine.counts_running_tokens
         if not busy or progress != member.progress:
             member.progress, member.progress_at = progress, now
         elif now - member.progress_at > self.stall_timeout:
-            pool._lose(
-                member,
-                EngineDeadError(
-                    f"{member.name} sampled nothing for stall_timeout={self.stall_timeout:g} s with "
-                    f"{len(member.inside)} requests inside"
-                ),
-            )
+            idle, n = f"sampled nothing for stall_timeout={self.stall_timeout:g} s", len(member.inside)
+            pool.lose(member, EngineDeadError(f"{member.name} {idle} with {n} requests inside"))
 
     def _judge(self, pool: EnginePool, member: Member, error: Exception) -> None:
         """Decide on a member whose call failed."""
         if member.target.closed:
-            pool._lose(member, error, "closed")
+            pool.lose(member, error, "closed")
             return
         member.misses += 1
         if _is_unanswered(error) and member.misses < _MAX_MISSES:
-            pool._suspect(member, error)
+            pool.suspect(member, error)
             member.probe_at = 0.0  # call it again at once
         else:
-            pool._lose(member, error)
+            pool.lose(member, error)
 
     def _revive(self, pool: EnginePool, member: Member) -> None:
         """Restart and fill a dead member, after a wait that grows with its failures."""
         delay = self._delay(pool, member)
-        if delay is None or self._stopped.wait(delay) or not pool._begin_restart(member):
+        if delay is None or self._stopped.wait(delay) or not pool.change(member, "starting", sources=("dead",)):
             return
+        pool.counts["pool/restarts"] += 1
         member.failures.append(monotonic())
         try:
             member.engine.restart()
-            pool._begin_service(member)
+            self.admit(pool, member)
             _LOGGER.warning("%s was restarted", member.name)
         except Exception as error:
             if member.target.closed:
-                pool._lose(member, error, "closed")
+                pool.lose(member, error, "closed")
                 return
             _LOGGER.warning("%s did not restart: %s: %s", member.name, type(error).__name__, error)
             pool.counts["pool/failed_restarts"] += 1
-            pool._lose(member, error)
+            pool.lose(member, error)
             return
         member.misses, member.probe_at = 0, monotonic() + self.probe_every
         member.progress_at = monotonic()
-        if pool._wants_fill(member):
+        if _wants_fill(pool, member):
             self._fill(pool, member)
 
     def _fill(self, pool: EnginePool, member: Member) -> None:
         """Fill a member with weights. After a failure the next look tries again, or restarts the member."""
         try:
-            pool._fill(member.target)
+            pool.fill(member.target)
             if member.target.failed_version is not None:
                 raise EngineError(f"the fill left parts of version {member.target.failed_version} in {member.name}")
         except Exception as error:
@@ -200,23 +209,37 @@ class Supervisor:
             # A fill that had no answer counts as a call without one
             member.misses += _is_unanswered(error)
             if member.misses >= _MAX_MISSES:
-                pool._lose(member, error)
-                return
-            if (delay := self._delay(pool, member)) is not None:
+                pool.lose(member, error)
+            elif (delay := self._delay(pool, member)) is not None:
                 member.fill_at = monotonic() + delay
                 self._probe(pool, member)  # a dead engine is restarted instead
             return
         pool.mark_filled(member.target, member.target.version)
 
     def _delay(self, pool: EnginePool, member: Member) -> float | None:
-        """Return the seconds to wait before the next attempt, or None if the budget is spent."""
+        """Return the seconds to wait before the next attempt; if the budget is spent, leave the member dead."""
         while member.failures and member.failures[0] < monotonic() - _HOUR:
             member.failures.popleft()
         n = len(member.failures)
-        if n >= self.max_restarts:
-            pool._abandon(member, f"it failed max_restarts={self.max_restarts} times in an hour")
-            return None
-        return min(self.backoff * 2.0 ** (n - 1), self.max_backoff) if n else 0.0
+        if n < self.max_restarts:
+            return min(self.backoff * 2.0 ** (n - 1), self.max_backoff) if n else 0.0
+        # Leave it dead for good
+        last = f"{type(member.cause).__name__}: {member.cause}"
+        error = EngineDeadError(
+            f"it failed max_restarts={self.max_restarts} times in an hour; the last failure was {last}"
+        )
+        with pool.lock:
+            member.exhausted = True
+            pool.counts["pool/abandoned"] += 1
+            pool.change(member, "dead", error, sources=("empty", "suspect", "ready"))
+            member.cause = error
+        _LOGGER.error("%s stays dead: %s", member.name, error)
+        pool.fail_hopeless()
+        return None
+
+
+def _wants_fill(pool: EnginePool, member: Member) -> bool:
+    return member.state == "empty" and member.needs_fill and not pool.asleep
 
 
 def _progress(member: Member) -> tuple[int, int]:

@@ -19,10 +19,10 @@ from torchrl_rloo.engines.base import (
     InFlight,
     Request,
     Sample,
+    SamplingClock,
     WeightStep,
     check_in_flight,
 )
-from torchrl_rloo.engines.sampling_clock import SamplingClock
 from torchrl_rloo.engines.vllm_api import PAUSE_MODES, VLLMEngineBase
 from torchrl_rloo.runtime.threads import PackageThread
 

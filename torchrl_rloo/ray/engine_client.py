@@ -25,11 +25,11 @@ from torchrl_rloo.engines.base import (
     InFlight,
     Request,
     Sample,
+    SamplingClock,
     SharedEngine,
     WeightStep,
 )
 from torchrl_rloo.engines.occupancy import Reading
-from torchrl_rloo.engines.sampling_clock import SamplingClock
 from torchrl_rloo.engines.vllm_loop import CLOSED, LoopThread
 from torchrl_rloo.ray.engine_actor import AnswerBatch, CallResult, EngineFacts, EngineState, RequestBatch
 from torchrl_rloo.ray.session import require_ray

@@ -19,10 +19,10 @@ from torchrl_rloo.collectors.runner import make_runner
 from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
 from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.engines import EnginePool
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.envs.activity import ActivityWindow
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
-from torchrl_rloo.ray.pool import FollowerPool
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 Counts = dict[tuple[int, str], int]  # numbers since the start, by index of the part and name
@@ -143,7 +143,7 @@ class RolloutWorker:
         """Take the version and the states of the engine pool's members, if they changed; return the worker's state."""
         self._version = max(version, self._version)
         engine = getattr(self.policy, "engine", None)
-        pool = engine if isinstance(engine, FollowerPool) else None
+        pool = engine if isinstance(engine, EnginePool) and engine.follows else None
         if pool is not None and states is not None:
             pool.follow(states)
         idle = self._idle_seconds + (time.monotonic() - self._idle_since if self._pending == 0 else 0.0)
