@@ -37,9 +37,8 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.ray import RayEngine, RayLLMCollector, ReferencedSource, start_together
+from torchrl_rloo.ray import RayEngine, RayLLMCollector, ReferencedSource, ray_session, start_together
 from torchrl_rloo.ray.object_store import ObjectStoreReceiver
-from torchrl_rloo.ray.session import ray_session
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.run import Run
 from torchrl_rloo.runtime.ranks import Ranks

@@ -55,8 +55,7 @@ from torchrl_rloo.data.rows import unbind_rows
 from torchrl_rloo.envs.transforms import add_reference_kl
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.objectives import PRESETS, RLOOLoss
-from torchrl_rloo.ray import RayLLMCollector, ReferencedSource
-from torchrl_rloo.ray.session import ray_session
+from torchrl_rloo.ray import RayLLMCollector, ReferencedSource, ray_session
 from torchrl_rloo.replay import MCAdvantage, RowStorage, check_works_on_metadata
 from torchrl_rloo.run import Run, meters, repeat_after_rollback, timings
 from torchrl_rloo.runtime.ranks import Ranks

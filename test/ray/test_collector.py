@@ -19,7 +19,7 @@ from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.ray import RayLLMCollector, fleet
+from torchrl_rloo.ray import RayLLMCollector, fleet, worker
 from torchrl_rloo.ray.worker import RolloutWorker
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.run import meters
@@ -158,7 +158,7 @@ def test_counters_of_tools_and_rewards_reach_the_driver_once(collect_with):
     local.shutdown()
 
 
-def test_a_hung_worker_is_replaced(collect_with):
+def test_a_hung_worker_is_replaced_and_workers_join_and_leave(collect_with):
     collector = collect_with(beat_timeout=2.0)
     collector.collect()
     pid = collector.runner.fleet.workers[0].facts["pid"]
@@ -166,22 +166,18 @@ def test_a_hung_worker_is_replaced(collect_with):
     assert len(collector.collect()) == GROUPS * MEMBERS
     assert collector.counts["workers/lost"] == 1
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
-
-
-def test_workers_join_and_leave(collect_with):
-    collector = collect_with()
-    collector.collect()
+    # Another worker takes the place of the first one
     assert collector.add_worker() == 1
     wait_until(lambda: collector.metrics()["workers/ready"] == 2, 60)
     collector.remove_worker(0)
     assert collector.worker_numbers == [1]
     rows = collector.collect()
-    assert sorted(set(rows[keys.GROUP_ID].tolist())) == [4, 5, 6, 7] and "workers/lost" not in collector.counts
+    assert sorted(set(rows[keys.GROUP_ID].tolist())) == [8, 9, 10, 11] and collector.counts["workers/lost"] == 1
     with pytest.raises(ValueError, match="number=0 must be that of a worker"):
         collector.remove_worker(0)
 
 
-def test_references_have_the_rows_that_collect_returns(collect_with):
+def test_references_have_the_rows_that_collect_returns_and_replace_lost_ones(collect_with):
     by_reference, whole = collect_with(), collect_with()
     references = by_reference.collect_references()
     rows = whole.collect()
@@ -190,6 +186,12 @@ def test_references_have_the_rows_that_collect_returns(collect_with):
     assert references.metadata[keys.REWARD].shape == (GROUPS * MEMBERS, 1, 1)
     assert references.metadata[keys.TOKEN_COUNT].tolist() == [len(row[keys.TOKENS]) for row in rows.unbind(0)]
     assert not {"tokens", "query", keys.COMPLETION} & set(references.metadata.keys())
+    # Groups that the store loses are sampled again
+    again = by_reference.replace_lost([1, 3])
+    assert again.group_ids == [1, 3] and by_reference.counts["workers/lost_groups"] == 2
+    lost = references.fetch([*range(4, 8), *range(12, 16)])
+    assert_equal(again.fetch().exclude(keys.TRAJECTORY_ID), lost.exclude(keys.TRAJECTORY_ID))
+    assert sorted(set(by_reference.collect()[keys.GROUP_ID].tolist())) == [4, 5, 6, 7]
 
 
 def test_rows_that_have_just_arrived_are_kept(collect_with):
@@ -203,18 +205,6 @@ def test_rows_that_have_just_arrived_are_kept(collect_with):
     assert not any(group in first.group_ids for group, _ in collector.runner.objects)
 
 
-def test_lost_groups_are_sampled_again(collect_with):
-    collector = collect_with()
-    first = collector.collect_references()
-    again = collector.replace_lost([1, 3])
-    assert again.group_ids == [1, 3] and collector.counts["workers/lost_groups"] == 2
-    assert_equal(
-        again.fetch().exclude(keys.TRAJECTORY_ID),
-        first.fetch([*range(4, 8), *range(12, 16)]).exclude(keys.TRAJECTORY_ID),
-    )
-    assert sorted(set(collector.collect()[keys.GROUP_ID].tolist())) == [4, 5, 6, 7]
-
-
 def test_an_environment_that_cannot_be_made_is_reported_at_once(collect_with):
     def missing():
         raise FileNotFoundError("no such checkpoint: nowhere")
@@ -223,17 +213,25 @@ def test_an_environment_that_cannot_be_made_is_reported_at_once(collect_with):
         collect_with(missing).collect()
 
 
+class Odd(Exception):
+    """Error that cannot be unpickled."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
 def test_an_error_of_the_environment_reaches_the_caller(collect_with):
     def broken() -> vLLMWrapper:
         def fail(request, index):
-            raise RuntimeError("no turn today")
+            raise Odd("one", "two")
 
         tokenizer = build_tokenizer()
         return vLLMWrapper(ScriptedEngine(fail), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4})
 
     collector = collect_with(broken, max_consecutive_failures=3)
-    with pytest.raises(RuntimeError, match="failed on 3 consecutive turns"):
+    with pytest.raises(RuntimeError, match="failed on 3 consecutive turns.*one and two"):
         collector.collect()
+    assert str(worker.portable(Odd("one", "two"))) == "Odd: one and two"
 
 
 @pytest.mark.parametrize(
@@ -255,18 +253,3 @@ def test_another_input_mode_is_refused_before_a_worker_starts():
     policy = scripted().get_new_version(input_mode="text")
     with pytest.raises(ValueError, match="input_mode='text' of the policy cannot be combined with input_mode='tokens'"):
         RayLLMCollector(make_env, policy)
-
-
-def test_an_error_that_cannot_be_pickled_arrives_as_text(collect_with):
-    class Odd(Exception):
-        def __init__(self, first, second):
-            super().__init__(f"{first} and {second}")
-
-    def broken() -> vLLMWrapper:
-        def fail(request, index):
-            raise Odd("one", "two")
-
-        return vLLMWrapper(ScriptedEngine(fail), tokenizer=build_tokenizer(), generate_kwargs={"max_new_tokens": 4})
-
-    with pytest.raises(RuntimeError, match="one and two"):
-        collect_with(broken, max_consecutive_failures=1).collect()

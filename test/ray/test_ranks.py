@@ -29,7 +29,7 @@ raise SystemExit(launch_on_ray(["-c", sys.argv[1]], 2, resources={"CPU": 0.5}))
 RECIPE = """
 import os, sys
 from torchrl_rloo.runtime.ranks import Ranks
-from torchrl_rloo.ray.session import ray_session
+from torchrl_rloo.ray import ray_session
 
 with Ranks.from_environment(timeout=120) as ranks:
     with ray_session("auto", ranks=ranks) as ray:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group(RAY_GROUP)
 
 SESSION = """
 from torchrl_rloo.cli.ray_config import RayConfig
-from torchrl_rloo.ray.session import ray_session
+from torchrl_rloo.ray import ray_session
 
 config = RayConfig(address="auto")
 config.prepare()

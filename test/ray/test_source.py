@@ -1,6 +1,6 @@
 """ReferencedSource: metadata of all rows on each rank, and the rows that it fetches; in one process.
 
-Several ranks, also with lost rows, are tested in ``test/training/test_own_rows.py``.
+Several ranks, also with lost rows, are tested in ``test/ray/test_own_rows.py``.
 """
 
 from __future__ import annotations

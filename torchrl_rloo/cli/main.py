@@ -109,10 +109,10 @@ def _run_ranks(recipe: str, settings: Sequence[str], ranks: int, resources: dict
         from torchrl_rloo.runtime.ranks_launch import launch
 
         raise SystemExit(launch([sys.executable, *command], ranks))
-    from torchrl_rloo.ray.ranks import launch_on_ray
-
     address = next((s.partition("=")[2] for s in settings if s.startswith("ray.address=")), None)
     try:
+        from torchrl_rloo.ray.ranks import launch_on_ray
+
         raise SystemExit(launch_on_ray(command, ranks, address=address, resources=resources))
     except (ImportError, OSError) as error:  # no Ray, no cluster, or no place in it
         _fail(str(error))

@@ -116,7 +116,7 @@ class RolloutWorker:
         except asyncio.CancelledError:
             error = RuntimeError("the worker cancelled the group")
         except Exception as raised:
-            error = _portable(raised)
+            error = portable(raised)
         finally:
             self._note_pending(-1)
             if self._tasks.get(key) is asyncio.current_task():
@@ -189,7 +189,7 @@ class RolloutWorker:
         return self._counts.read()
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """Return an error that the driver can unpickle: the same, or its text."""
     try:
         return pickle.loads(pickle.dumps(error))

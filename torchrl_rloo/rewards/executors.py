@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
 from torchrl_rloo.rewards.executor_process import ProcessExecutor, check_limits
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, attempt_reward
-from torchrl_rloo.runtime.event_loop import call_at_once, run
+from torchrl_rloo.runtime import event_loop
 
 __all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "ThreadExecutor", "make_executor"]
 
@@ -108,7 +109,7 @@ class ThreadExecutor:
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """Call a function once per batch and return the results in order."""
-        return run(self._call_all(function, batches))
+        return event_loop.run(self._call_all(function, batches))
 
     async def _call_all(
         self, function: RewardFunction, batches: Sequence[RewardBatch]
@@ -120,7 +121,8 @@ class ThreadExecutor:
             async with slots:
                 start = perf_counter()
                 try:
-                    return await call_at_once(attempt_reward, function, batch, BaseException, timeout=limit)
+                    attempt = partial(attempt_reward, function, batch, BaseException)
+                    return await event_loop.call_at_once(attempt, timeout=limit)
                 except TimeoutError:  # an error of the function itself is a result
                     return RewardFailure.timed_out(limit, perf_counter() - start)
 
@@ -148,9 +150,9 @@ def make_executor(
 
     Args:
         mode: ``"inline"``, ``"thread"`` or ``"process"``.
-        workers: maximum number of concurrent calls. None keeps the default of the class.
-        timeout: seconds per trajectory. None keeps the default of the class.
-        rows_per_call: number of trajectories per call. None keeps the default of the class.
+        workers: maximum number of concurrent calls; None, here and below, keeps the default of the class.
+        timeout: seconds per trajectory.
+        rows_per_call: number of trajectories per call.
         environment: names of environment variables that processes get in addition; see :class:`ProcessExecutor`.
 
     Raises:
@@ -160,12 +162,7 @@ def make_executor(
         >>> make_executor("process", workers=2, timeout=5.0).timeout
         5.0
     """
-    settings = {
-        "workers": workers,
-        "timeout": timeout,
-        "rows_per_call": rows_per_call,
-        "environment": environment,
-    }
+    settings = {"workers": workers, "timeout": timeout, "rows_per_call": rows_per_call, "environment": environment}
     settings = {name: value for name, value in settings.items() if value is not None}
     if mode == "inline":
         if settings:
