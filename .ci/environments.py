@@ -63,9 +63,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
     "browser": (f"from torchrl_rloo.envs.tools import Browser; Browser(['localhost'], program={sys.executable!r})",),
     "agents": (f"torchrl-rloo run rloo_agent model.name=MODEL {OPTIONS}",),
-    "ray": (
-        "from torchrl_rloo.ray_session import ray_session\nwith ray_session(num_cpus=1, include_dashboard=False): pass",
-    ),
+    "ray": ("from torchrl_rloo.ray import ray_session\nwith ray_session(num_cpus=1, include_dashboard=False): pass",),
     "loggers": (f"{RLOO} 'log.loggers=[wandb]'", f"{RLOO} 'log.loggers=[mlflow]'"),
 }
 # What an extra adds to another package, which does not know the extra

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from common import ONE_THREAD, cpu_seconds, local_ray, print_result, print_table
 
-from torchrl_rloo.collectors import RayLLMCollector
 from torchrl_rloo.collectors.conversation import _hash  # to know the seeds of all conversations
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.metadata import version_counts
@@ -41,11 +40,12 @@ from torchrl_rloo.diagnostics import ClusterSettings, Distribution, EngineSpeed,
 from torchrl_rloo.diagnostics.cluster_load import Turn
 from torchrl_rloo.diagnostics.cluster_simulation import Mode, modes
 from torchrl_rloo.embedded import addition_prompts, build_tokenizer
-from torchrl_rloo.engines import EnginePool, RayEngine, Request, ScriptedEngine, ScriptedTurn, start_together
+from torchrl_rloo.engines import EnginePool, Request, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.modules import vLLMWrapper
 from torchrl_rloo.modules.vllm_policy import _derive_seed
+from torchrl_rloo.ray import RayEngine, RayLLMCollector, start_together
 from torchrl_rloo.weight_update import WeightPublisher
 
 TURNS, TOKENS = Distribution(4.0, p99=16.0, maximum=16.0), Distribution(750.0, p99=4096.0, maximum=8192.0)

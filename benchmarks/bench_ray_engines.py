@@ -23,18 +23,9 @@ import torch
 from common import cpu_seconds, local_ray, print_result, print_table
 from torch import nn
 
-from torchrl_rloo.engines import (
-    Engine,
-    EnginePool,
-    RayEngine,
-    Request,
-    Sample,
-    ScriptedEngine,
-    ScriptedTurn,
-    TransformersEngine,
-    start_together,
-)
-from torchrl_rloo.weight_update import Direct, ObjectStore, SharedMemory, WeightPublisher
+from torchrl_rloo.engines import Engine, EnginePool, Request, Sample, ScriptedEngine, ScriptedTurn, TransformersEngine
+from torchrl_rloo.ray import ObjectStore, RayEngine, start_together
+from torchrl_rloo.weight_update import Direct, SharedMemory, WeightPublisher
 from torchrl_rloo.weight_update.transport import Link
 
 PROMPT, TURN = 256, 64  # tokens

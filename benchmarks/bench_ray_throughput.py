@@ -22,13 +22,13 @@ import torch
 from bench_ray_engines import cpu_of
 from common import ONE_THREAD, cpu_seconds, local_ray, print_result, print_table
 
-from torchrl_rloo.collectors import RayLLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_tokenizer
-from torchrl_rloo.engines import EnginePool, RayEngine, Request, ScriptedEngine, ScriptedTurn, start_together
+from torchrl_rloo.engines import EnginePool, Request, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.modules import vLLMWrapper
+from torchrl_rloo.ray import RayEngine, RayLLMCollector, start_together
 
 PLACES, SIZE, TURNS, TOKENS = 8, 8, 4, 16
 CLOCK = 1000.0  # seconds after which a time stamp repeats, so that float32 has it to 0.1 ms
@@ -75,9 +75,9 @@ def measure(number: int, args: argparse.Namespace) -> dict[str, Any]:
     pool = EnginePool(engines)
     collector = make_collector(pool, number, args.workers, max_staleness=2)
     collector.collect_references()
-    while len(collector.runner.ready()) < args.workers:
+    while len(collector.runner.fleet.ready()) < args.workers:
         collector.collect_references()
-    pids = {"workers": [worker.facts["pid"] for worker in collector.runner.workers]}
+    pids = {"workers": [worker.facts["pid"] for worker in collector.runner.fleet.workers]}
     pids["engines"] = [engine.pid for engine in engines]
     before = {name: sum(map(cpu_of, some)) for name, some in pids.items()}
     began, cpu, turns, groups = time.monotonic(), cpu_seconds(), 0, 0

@@ -27,12 +27,12 @@ from torchrl.collectors.llm import RayLLMCollector as TorchRLCollector
 from torchrl.envs.llm import DatasetChatEnv as TorchRLEnv
 from torchrl.modules.llm import TransformersWrapper as TorchRLWrapper
 
-from torchrl_rloo.collectors import RayLLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.engines import Request, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import vLLMWrapper
+from torchrl_rloo.ray import RayLLMCollector
 
 SIZE, TOKENS = 8, 16
 

@@ -25,25 +25,25 @@ from chaos import FaultLog
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
-from torchrl_rloo.collectors import GroupSource, RayLLMCollector, ReferencedSource
+from torchrl_rloo.collectors import GroupSource
 from torchrl_rloo.collectors.staleness import token_staleness
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import unbind_rows
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
-from torchrl_rloo.engines import EnginePool, RayEngine, Request, ScriptedEngine, ScriptedTurn, start_together
+from torchrl_rloo.engines import EnginePool, Request, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.supervisor import Supervisor
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.ray_session import ray_session
+from torchrl_rloo.ray import RayEngine, RayLLMCollector, ReferencedSource, ray_session, start_together
+from torchrl_rloo.ray.object_store import ObjectStoreReceiver
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.run import Run
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, make_optimizer, minibatches, optimizer_step, shard_model
 from torchrl_rloo.weight_update import WeightPublisher
-from torchrl_rloo.weight_update.object_store import ObjectStoreReceiver
 
 REFUSE, LOSE = "refuse weights", "lose rows"  # orders
 TURNS = 2
@@ -173,7 +173,7 @@ class Status:
                 take_order(self.folder, LOSE)
 
     def _write(self) -> None:
-        collector, ready = self.collector, self.collector.runner.ready()
+        collector, ready = self.collector, self.collector.runner.fleet.ready()
         status = {
             "pid": os.getpid(),
             "steps": self.run.step - self._began,

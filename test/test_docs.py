@@ -128,7 +128,7 @@ collector = LLMCollector(
 from torchrl.data import ReplayBuffer
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.ray_session import ray_session
+from torchrl_rloo.ray import ray_session
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 policy = TransformersWrapper(
     build_model(tokenizer, seed=0), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "seed": 0}

@@ -22,6 +22,7 @@ FOLDERS = (
     "cli",
     "embedded",
     "agents",
+    "ray",
     "run",
     "diagnostics",
     "collectors",

@@ -37,7 +37,7 @@ from torchrl.objectives import llm as their_objectives
 from torchrl.trainers.algorithms.grpo import GRPOTrainer
 from transformers import Qwen2ForSequenceClassification
 
-from torchrl_rloo.collectors import LLMCollector, RayLLMCollector
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import encode_prompt, from_history, keys, load_prompts, to_history
 from torchrl_rloo.data.rows import stack_rows, tensor_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
@@ -47,6 +47,7 @@ from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
 from torchrl_rloo.envs.transforms import AddThinkingPrompt, DataLoadingPrimer, FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import RewardModel, TransformersWrapper, frozen_copy, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
+from torchrl_rloo.ray import RayLLMCollector
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.torchrl_arguments import TORCHRL_ARGUMENTS
 from torchrl_rloo.training import accumulate, optimizer_step

@@ -30,7 +30,6 @@ class Config(RLOOConfig):
     output_dir: str = "outputs/rloo_async/${task.name}/seed${seed}"  # directory of checkpoints, metrics, report, model
     collector: s.CollectorConfig = field(default_factory=lambda: s.CollectorConfig(max_staleness=2, audit=True))
     ray: RayConfig = field(default_factory=RayConfig)
-    log: c.LogConfig = field(default_factory=lambda: c.LogConfig(loggers=["tensorboard", "ray"]))
 
     def __post_init__(self):
         super().__post_init__()
@@ -50,13 +49,13 @@ import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo import diagnostics, modules
-from torchrl_rloo.collectors import GroupSource, RayLLMCollector, ReferencedSource
+from torchrl_rloo.collectors import GroupSource
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import unbind_rows
 from torchrl_rloo.envs.transforms import add_reference_kl
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.objectives import PRESETS, RLOOLoss
-from torchrl_rloo.ray_session import ray_session
+from torchrl_rloo.ray import RayLLMCollector, ReferencedSource, ray_session
 from torchrl_rloo.replay import MCAdvantage, RowStorage, check_works_on_metadata
 from torchrl_rloo.run import Run, meters, repeat_after_rollback, timings
 from torchrl_rloo.runtime.ranks import Ranks

@@ -63,7 +63,7 @@ from torchrl_rloo.collectors import (
 )
 from torchrl_rloo.data import PromptDataset, keys, tensor_rows
 from torchrl_rloo.embedded import resolve_model, resolve_task
-from torchrl_rloo.engines import Engine, sleeping, start_together
+from torchrl_rloo.engines import Engine, sleeping
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.tasks import CUSTOM, EMBEDDED, TaskBase, conversation_settings
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform, add_reference_kl
@@ -449,7 +449,11 @@ def make_engine(inference: s.InferenceConfig, model_name: str) -> Engine:
         for i in range(inference.replicas)
     ]
     with ExitStack() as started:  # close the first engines if a later one does not start
-        together = start_together(starts) if s.is_on_ray(inference) else (start() for start in starts)
+        together = (start() for start in starts)
+        if s.is_on_ray(inference):
+            from torchrl_rloo.ray import start_together
+
+            together = start_together(starts)
         engines = [started.enter_context(engine) for engine in together]
         engine = engines[0] if inference.pool is None else instantiate(inference.pool, engines)
         started.pop_all()

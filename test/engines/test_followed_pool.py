@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -13,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from support.ray_cluster import RAY_GROUP, echo_engine
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, Request, SharedEngine
 from torchrl_rloo.engines.member import Member
@@ -221,24 +218,6 @@ def test_members_join_and_leave_pools_that_follow(pool: EnginePool, follower) ->
         pool.remove(1)
     for future in futures:
         future.cancel()
-
-
-@pytest.mark.xdist_group(RAY_GROUP)
-def test_real_actors_are_shared_and_a_killed_one_is_reported(ray_cluster: str) -> None:
-    from torchrl_rloo.engines.ray_engine import RayEngine
-
-    engines = [RayEngine(echo_engine, name=f"echo {n}") for n in range(2)]
-    with EnginePool(engines, supervisor=Supervisor(probe_every=30.0, backoff=0.01), patience=PATIENCE) as pool:
-        follower = pickled(pool)
-        requests = [Request([300, 2], limit=8, seed=seed) for seed in range(12)]
-        futures = [follower.submit(request) for request in requests]
-        os.kill(engines[0].pid, signal.SIGKILL)
-        assert [f.result(PATIENCE).tokens for f in futures] == [[seed, 300, 2] for seed in range(12)]
-        pool.note_reports(follower.reports())
-        wait_until(lambda: engines[0].start_count == 1 and states(pool) == ["ready", "ready"])
-        follower.follow(pool.member_states())
-        assert states(follower) == ["ready", "ready"] and len(follower.generate(requests)) == 12
-        follower.close()
 
 
 def test_the_nearest_router_prefers_its_node_until_it_is_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def test_a_late_digest_does_not_wait_for_its_step() -> None:
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'tensorbord'; valid: \['csv', 'mlflow', 'ray', 'tensorboard', 'wandb'\]"):
+    with pytest.raises(ValueError, match=r"'tensorbord'; valid: \['csv', 'mlflow', 'tensorboard', 'wandb'\]"):
         RunLogger(tmp_path, loggers=["tensorbord"])
     with pytest.raises(ValueError, match=r"arguments for \['wandb'\]"):
         RunLogger(tmp_path, loggers=[], logger_kwargs={"wandb": {}})

@@ -15,7 +15,7 @@ from support.recipes import settings
 from support.waiting import wait_until
 from torchrl_rloo.cli.sampling_config import engine_arguments
 from torchrl_rloo.collectors import check_audit
-from torchrl_rloo.engines.ray_engine import Placement
+from torchrl_rloo.ray.engine import Placement
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group("ray")

@@ -191,7 +191,6 @@ EARLY = [  # refused before torch is imported
     ),
     ("model.dtype=float33", "model.dtype=float33: unknown (did you mean 'float32'"),
     ("sampler.dtype=fp16 sampler.share_weights=false", "sampler.dtype=fp16: unknown"),
-    ("log.loggers=[ray]", "log.loggers=ray requires a cluster; use rloo_async, or remove it"),
     ("log.loggers=[csv,tensorbored]", "log.loggers=tensorbored: unknown (did you mean 'tensorboard'?)"),
     ("kl.where=token", "kl.where=token has no effect with kl.coeff=0"),
     ("kl.target=0.1 kl.coeff=0", "kl.target=0.1 has no effect with kl.coeff=0"),

@@ -18,17 +18,17 @@ from tensordict import TensorDict, TensorDictBase
 
 from support.rank_scripts import become_rank
 from support.rank_training import MEMBERS, VOCABULARY, Delivered, train
-from torchrl_rloo.collectors import ReferencedSource
 from torchrl_rloo.collectors.staleness import limit_staleness
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.data.outcomes import rows_with_signal
-from torchrl_rloo.data.references import LostRowsError, RowReferences
 from torchrl_rloo.data.trajectory_ids import trajectory_id
 from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.diagnostics.parity import parity_metrics
 from torchrl_rloo.envs.transforms import add_reference_kl
 from torchrl_rloo.modules import TransformersWrapper, record_log_probs
+from torchrl_rloo.ray import ReferencedSource
+from torchrl_rloo.ray.source import LostRowsError, RowReferences
 from torchrl_rloo.runtime.ranks import Ranks
 
 VERSION, MAX_STALENESS = 3, 1  # current policy version; tokens have versions from 0 on

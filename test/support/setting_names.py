@@ -12,9 +12,10 @@ from support.recipes import load_recipe
 from torchrl_rloo.cli.config import CacheConfig, PassRateConfig, RefillConfig, RerollsConfig
 from torchrl_rloo.cli.eval_config import BackgroundConfig
 from torchrl_rloo.cli.schema import free_sections, known_settings
-from torchrl_rloo.engines import AsyncVLLMEngine, RayEngine, VLLMEngine, VLLMServer
+from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine, VLLMServer
 from torchrl_rloo.functional import NORMALIZATIONS, SURROGATES
 from torchrl_rloo.objectives import RLOOLoss
+from torchrl_rloo.ray import RayEngine
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher
 

@@ -10,7 +10,7 @@ from torchrl_rloo.cli.schema import known_settings
 
 # Sections of the arguments that code names, by the longest matching start of its file. "" is the top level
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "collectors": ("collector", "plan", "ray"),
+    "collectors": ("collector", "plan"),
     "data/dtypes": ("model",),
     "data/preferences": ("data",),
     "data/prompts": ("data",),
@@ -40,10 +40,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "objectives": ("loss", "generate", "plan"),
     "objectives/presets": ("", "loss", "advantage"),
     "runtime/ranks": ("train",),
+    "ray": ("ray", "collector", "plan"),
+    "ray/engine": ("inference.engine",),
+    "ray/object_store": ("sampler",),
     "replay/advantage": ("advantage", "plan"),
     "replay/credit": ("advantage", "reward"),
     "rewards/executor_process": ("reward.executor",),
-    "rewards/executor_ray": ("reward.executor",),
     "rewards/executors": ("reward.executor",),
     "rewards/runner": ("reward",),
     "run": ("", "log", "checkpoint"),

@@ -115,8 +115,8 @@ class TrainConfig:
 class ExecutorConfig:
     """Execution of reward functions."""
 
-    mode: str = "inline"  # executor: inline, thread (waiting functions), process (survives hangs and crashes), or ray
-    workers: int | None = None  # number of threads, processes or actors; null: the default of the mode
+    mode: str = "inline"  # executor: inline, thread (waiting functions), or process (survives hangs and crashes)
+    workers: int | None = None  # number of threads or processes; null: the default of the mode
     timeout: float | None = None  # seconds per sample; null: the default of the mode
     rows_per_call: int | None = None  # samples per call of a function; null: the default of the mode
     environment: list[str] | None = None  # variables that processes get, such as [OPENAI_API_KEY]; null: no keys
@@ -273,9 +273,7 @@ class LoggerConfig:
     """Metrics and tables of a run."""
 
     samples: int = 8  # rows per table of samples; 0: no tables
-    loggers: list[str] = field(
-        default_factory=lambda: ["tensorboard"]
-    )  # loggers to use: tensorboard, csv, wandb, mlflow, ray (on a cluster)
+    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard, csv, wandb, mlflow
     logger_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments by logger: {wandb: {project: rloo}}
 
 
@@ -310,10 +308,6 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     on_cluster: ClassVar[bool] = False  # whether engines and workers are actors of a Ray cluster
-
-    def __post_init__(self):
-        if "ray" in self.log.loggers and not self.on_cluster:
-            raise ValueError("log.loggers=ray requires a cluster; use rloo_async, or remove it")
 
 
 def run_settings(cfg: RunConfig) -> dict[str, Any]:

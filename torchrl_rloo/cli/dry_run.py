@@ -82,7 +82,7 @@ def make_settings(cfg: Any, folder: Path) -> Any:
     engine = {"_target_": f"{__name__}.load_script", "model": None, "script": str(folder / "script.json")}
     if getattr(cfg, "on_cluster", False):
         nested = engine | {"_partial_": True}
-        engine = {"_target_": "torchrl_rloo.engines.RayEngine", "make_engine": nested, "num_cpus": 1}
+        engine = {"_target_": "torchrl_rloo.ray.RayEngine", "make_engine": nested, "num_cpus": 1}
     updater = dict(inference.updater or {}) if _publishes(inference.updater) else {}
     updater |= {"_target_": "torchrl_rloo.weight_update.WeightPublisher", "transport": "auto"}
     small_sets = {name: replace(s, size=min(s.size, HELD_OUT)) for name, s in cfg.eval.sets.items()}

@@ -176,12 +176,11 @@ def background_settings(cfg: RLOOConfig, config: type, device: str) -> dict[str,
         config: class of settings, which may have fewer than ``cfg``.
         device: device of training, unless the settings name another.
     """
-    executor, train = cfg.reward.executor, cfg.train
-    executor = replace(executor, mode="process") if executor.mode == "ray" else executor
+    train = cfg.train
     return {f.name: getattr(cfg, f.name) for f in fields(config)} | {
         "model": replace(cfg.model, device=cfg.eval.background.device or device),
         "train": TrainConfig(precision=train.precision, float32_head=train.float32_head),
-        "reward": replace(cfg.reward, executor=executor),
+        "reward": cfg.reward,
         "log": replace(cfg.log, loggers=[], logger_kwargs={}),
         "resume": "never",
         **{name: kind() for name, kind in _UNUSED.items()},

@@ -108,11 +108,11 @@ def _run_ranks(recipe: str, settings: Sequence[str], ranks: int, resources: dict
     if resources is None:
         from torchrl_rloo.cli.ranks import launch
 
-        raise SystemExit(launch(command, ranks))
-    from torchrl_rloo.ranks_on_ray import launch_on_ray
-
+        raise SystemExit(launch([sys.executable, *command], ranks))
     address = next((s.partition("=")[2] for s in settings if s.startswith("ray.address=")), None)
     try:
+        from torchrl_rloo.ray.ranks import launch_on_ray
+
         raise SystemExit(launch_on_ray(command, ranks, address=address, resources=resources))
     except (ImportError, OSError) as error:  # no Ray, no cluster, or no place in it
         _fail(str(error))

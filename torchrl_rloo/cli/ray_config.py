@@ -52,7 +52,7 @@ class RayConfig:
         return {"num_cpus": self.num_cpus or engines + self.num_workers, "include_dashboard": self.dashboard}
 
     def workers(self) -> dict[str, Any]:
-        """Return the arguments of :class:`~torchrl_rloo.collectors.RayLLMCollector` about workers."""
+        """Return the arguments of :class:`~torchrl_rloo.ray.RayLLMCollector` about workers."""
         names = ("num_workers", "worker_options", "worker_conversations", "beat_every", "beat_timeout")
         names += ("start_timeout", "max_worker_restarts")
         return {name: getattr(self, name) for name in names}

@@ -41,7 +41,6 @@ class RLOOConfig(c.RunConfig):
     check: CheckConfig = field(default_factory=CheckConfig)
 
     def __post_init__(self):
-        super().__post_init__()
         check_settings("lora", self.lora)
         s.check_quantization(self.model.quantization, self.lora)
         if not self.on_cluster and self.rollouts.source is None:  # engines and stored rows have their own weights
@@ -52,8 +51,6 @@ class RLOOConfig(c.RunConfig):
         if s.is_on_ray(self.inference) and not self.on_cluster:
             raise ValueError("inference.engine=RayEngine requires a cluster; use rloo_async")
         check_stored(self)
-        if self.reward.executor.mode == "ray" and not self.on_cluster:
-            raise ValueError("reward.executor.mode=ray requires a cluster; use rloo_async, or mode=process")
         c.check_reference(self.reference, self.kl, lora=self.lora, background=self.eval.background)
         c.check_clip_range(self.reward, self.advantage)
         c.check_trained_weights(self.model, self.train, self.lora)

@@ -101,7 +101,7 @@ CHOICES = {
     "format": ("parquet", "jsonl"),
     "kl.estimator": ("k1", "k2", "k3"),
     "kl.where": ("reward", "token", "loss"),
-    "log.loggers": ("tensorboard", "csv", "wandb", "mlflow", "ray"),
+    "log.loggers": ("tensorboard", "csv", "wandb", "mlflow"),
     "model.dtype": DTYPES,
     "model.quantization": ("nf4",),
     "optimizer.name": (  # training.OPTIMIZERS
@@ -121,7 +121,7 @@ CHOICES = {
         "sgd",
     ),
     "resume": ("auto", "extend", "never"),
-    "reward.executor.mode": ("inline", "thread", "process", "ray"),
+    "reward.executor.mode": ("inline", "thread", "process"),
     "sampler.dtype": DTYPES,
     "schedule.name": (  # training.SCHEDULES
         "linear",

@@ -3,8 +3,6 @@
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
 from torchrl_rloo.collectors.ledger import Audit, Group, GroupLedger, GroupState, Lease, check_audit
 from torchrl_rloo.collectors.llm import CollectionProgress, LLMCollector
-from torchrl_rloo.collectors.ray_llm import RayLLMCollector
-from torchrl_rloo.collectors.referenced_source import ReferencedSource
 from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector
 from torchrl_rloo.collectors.shared_source import SharedSource
 from torchrl_rloo.collectors.source import GroupSource, StepRows
@@ -21,8 +19,6 @@ __all__ = [
     "GroupState",
     "LLMCollector",
     "Lease",
-    "RayLLMCollector",
-    "ReferencedSource",
     "RefilledBatch",
     "RefillingCollector",
     "SharedSource",

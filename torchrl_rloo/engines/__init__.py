@@ -13,7 +13,6 @@ from torchrl_rloo.engines.base import (
 )
 from torchrl_rloo.engines.head import find_head, score_positions
 from torchrl_rloo.engines.pool import EnginePool
-from torchrl_rloo.engines.ray_engine import RayEngine, start_together
 from torchrl_rloo.engines.routers import LeastLoaded, NearestFirst, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.supervisor import Supervisor
@@ -32,7 +31,6 @@ __all__ = [
     "EngineTimeoutError",
     "LeastLoaded",
     "NearestFirst",
-    "RayEngine",
     "Request",
     "Sample",
     "Sampler",
@@ -46,5 +44,4 @@ __all__ = [
     "find_head",
     "score_positions",
     "sleeping",
-    "start_together",
 ]

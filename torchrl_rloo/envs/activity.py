@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from torchrl_rloo.rewards.latency import Histogram
-from torchrl_rloo.runtime.clock import now
+from torchrl_rloo.runtime.clock import Histogram, now
 
 STATES = ("engine", "tools", "environment", "rewards", "group", "place")
 _INDEX = {state: index for index, state in enumerate(STATES)}

@@ -78,7 +78,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         epochs: see :class:`DataLoadingPrimer`.
         sampler: see :class:`DataLoadingPrimer`.
         make_primer: function that makes the primer from the dataset and the arguments above, such as a partial
-            :class:`~torchrl_rloo.envs.transforms.RayDataLoadingPrimer`.
+            :class:`~torchrl_rloo.ray.RayDataLoadingPrimer`.
         **chat: further arguments of :class:`ChatEnv`, such as ``input_mode``, limits and ``template_kwargs``.
 
     Attributes:

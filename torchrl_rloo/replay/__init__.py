@@ -7,8 +7,6 @@ from torchrl_rloo.replay.credit import NormalizeThenSum
 from torchrl_rloo.replay.filters import ZeroSignalFilter, drop_rows, drop_zero_advantage
 from torchrl_rloo.replay.gae import TokenGAE
 from torchrl_rloo.replay.on_metadata import check_works_on_metadata
-from torchrl_rloo.replay.ray_advantage import RayMCAdvantage
-from torchrl_rloo.replay.ray_buffer import RayGroupBuffer
 from torchrl_rloo.replay.row_export import export_parquet
 from torchrl_rloo.replay.row_files import RolloutFile, RolloutFileError, RolloutFiles, StoredGroup, vocabulary_hash
 from torchrl_rloo.replay.row_writer import RolloutWriter, run_id
@@ -21,8 +19,6 @@ __all__ = [
     "TokenGAE",
     "GroupCache",
     "MCAdvantage",
-    "RayGroupBuffer",
-    "RayMCAdvantage",
     "RolloutFile",
     "RolloutFileError",
     "RolloutFiles",

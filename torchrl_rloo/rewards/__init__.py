@@ -9,14 +9,12 @@ from torchrl_rloo.rewards.executors import (
     Executor,
     InlineExecutor,
     ProcessExecutor,
-    RayExecutor,
     ThreadExecutor,
     make_executor,
 )
 from torchrl_rloo.rewards.formats import JSONSchema, RegexFormat, think_format
 from torchrl_rloo.rewards.instructions import InstructionFollowing
 from torchrl_rloo.rewards.judge import LLMJudge
-from torchrl_rloo.rewards.latency import Histogram
 from torchrl_rloo.rewards.lengths import Length, LengthBudget, RepetitionPenalty, SoftOverlong, StopProperly
 from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch, boxed_accuracy, last_boxed
 from torchrl_rloo.rewards.protocol import (
@@ -52,7 +50,6 @@ __all__ = [
     "ExactMatch",
     "Executor",
     "ForTask",
-    "Histogram",
     "InlineExecutor",
     "InstructionFollowing",
     "JSONSchema",
@@ -63,7 +60,6 @@ __all__ = [
     "MultipleChoice",
     "NumericMatch",
     "ProcessExecutor",
-    "RayExecutor",
     "ReasoningAccuracy",
     "RegexFormat",
     "RemoteScorer",

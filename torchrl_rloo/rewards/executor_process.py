@@ -6,20 +6,46 @@ a process with torch's threads. It does not kill the children of a worker. A kil
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
 import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import perf_counter
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.executor_connection import Message, Worker, wait_for
-from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, without_history
-from torchrl_rloo.rewards.sent_functions import SentFunctions
+from torchrl_rloo.rewards.executor_worker import DUMP_SIGNAL
+from torchrl_rloo.rewards.protocol import (
+    RewardBatch,
+    RewardCall,
+    RewardFailure,
+    RewardFunction,
+    reward_name,
+    without_history,
+)
+from torchrl_rloo.runtime.processes import HelperProcess, short_environment
 
 LOAD_SECONDS = 120.0  # limit for loading a function and its imports in a worker
+START_SECONDS = 120.0  # limit for the start of a worker
+TRANSFER_SECONDS = 60.0  # limit between two parts of one message
+REAPER_SECONDS = 5.0  # limit for a reaper to report the end of its worker
+POLL_SECONDS = 0.2  # between checks for workers that exited while a child holds their socket open
 _MIN_MEMORY = 64 << 20
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class ProcessExecutor:
@@ -78,15 +104,25 @@ class ProcessExecutor:
         self._owner, self._lock, self._closes = os.getpid(), threading.Lock(), 0
         self._runner: int | None = None  # thread of the last run
         self._idle: list[Worker] = []
-        self._functions = SentFunctions(_cloudpickle().dumps, "a worker process")
+        # Key and bytes by id of the function, which is unique because the function is kept alive here
+        self._sent: dict[int, tuple[RewardFunction, int, bytes]] = {}
 
     def prepare(self, function: RewardFunction) -> None:
-        """Serialize a function for the workers.
+        """Serialize a function for the workers, which get the bytes of its first call.
 
         Raises:
             TypeError: if the function cannot be pickled.
         """
-        self._functions.add(function)
+        if id(function) in self._sent:
+            return
+        try:
+            data = _cloudpickle().dumps(function)
+        except Exception as error:
+            raise TypeError(
+                f"reward {reward_name(function)} cannot be sent to a worker process: {type(error).__name__}: {error}; "
+                "create locks, connections and open files on first use instead of in __init__, or use a ThreadExecutor"
+            ) from error
+        self._sent[id(function)] = function, len(self._sent), data
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """Call a function once per batch and return the results in order.
@@ -101,7 +137,8 @@ class ProcessExecutor:
         closes = self._closes
         with self._lock:
             self._runner = threading.get_ident()
-            key, data = self._functions.add(function)
+            self.prepare(function)
+            _, key, data = self._sent[id(function)]
             load = Message("load", key, data, LOAD_SECONDS)
             results: list[Any] = [None] * len(batches)
             waiting, busy = deque(range(len(batches))), {}
@@ -188,3 +225,147 @@ def _cloudpickle() -> ModuleType:
     except ImportError as error:
         raise ImportError('ProcessExecutor requires cloudpickle: pip install "torchrl_rloo[rewards]"') from error
     return cloudpickle
+
+
+class Message(NamedTuple):
+    """Request to a worker."""
+
+    command: str  # "start", "load" or "call"
+    key: int  # number of the function
+    data: bytes  # pickled function or batch
+    limit: float  # seconds until the reply
+
+
+class Worker:
+    """Handle of a process that runs ``executor_worker.py``, which replies once after its start and to each message.
+
+    It is dead once the process was killed or found dead.
+    """
+
+    def __init__(self, environment: Sequence[str], memory: int):
+        # Limit the time of socket operations: a worker may stop in the middle of a message
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(TRANSFER_SECONDS), 0))
+        # Start the process with a file for tracebacks, which stays readable after a crash
+        self._dump = tempfile.TemporaryFile("w+b", buffering=0)
+        descriptors = (theirs.fileno(), self._dump.fileno())
+        arguments = (os.getpid(), memory, *descriptors)
+        self.connection, self.is_dead = Connection(ours.detach()), False
+        with theirs:
+            self._helper = HelperProcess(
+                [sys.executable, str(Path(__file__).with_name("executor_worker.py")), *map(str, arguments)],
+                short_environment(environment),
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+            )
+        # Close the connection after the kill: a worker that saw its end would leave its children to others
+        self._end = weakref.finalize(self, _end, self._helper.end, self.connection)
+        # Send the import path; the reply confirms the start
+        self._loaded_keys: set[int] = set()
+        self._messages: deque[Message] = deque()
+        path = pickle.dumps([folder or os.getcwd() for folder in sys.path])
+        self._send(Message("start", -1, path, START_SECONDS))
+
+    def _send(self, message: Message) -> None:
+        self._message, self._start = message, perf_counter()
+        self.deadline = self._start + message.limit
+        data = message.data if message.command == "start" else pickle.dumps(message[:3])
+        try:
+            self.connection.send_bytes(data)
+        except OSError as error:  # the worker has exited, which the next poll detects, or does not read
+            self.deadline = self._start
+            _LOGGER.debug("cannot write to a reward worker: %s", error)
+
+    def submit(self, load: Message, call: Message) -> None:
+        """Queue a call of a function, after its ``load`` message if this worker has not loaded it yet."""
+        idle = self.deadline == math.inf
+        self._messages += [call] if call.key in self._loaded_keys else [load, call]
+        if idle:
+            self._send(self._messages.popleft())
+
+    def poll(self, readable: bool) -> RewardCall | RewardFailure | None:
+        """Process one event and return the result of the call, or None while the call is pending.
+
+        The worker is readable once it has sent a reply or closed its socket.
+        """
+        # Without a reply, check that the worker is alive and within its time limit
+        if not readable:
+            if self.has_exited() and not self.connection.poll():
+                return self._fail_dead()
+            return self._fail_hung() if perf_counter() >= self.deadline else None
+        # Read the reply
+        try:
+            data = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            return self._fail_dead()
+        try:
+            reply = pickle.loads(data)
+        except Exception as error:  # a logged value cannot be unpickled in this process
+            reply = RewardFailure.from_exception(error, perf_counter() - self._start)
+        # None confirms "start" or "load": send the next message
+        if reply is None:
+            self._loaded_keys.add(self._message.key)
+            self._send(self._messages.popleft())
+            return None
+        self._messages.clear()
+        self.deadline = math.inf
+        return reply
+
+    def has_exited(self) -> bool:
+        """Return whether the process has exited."""
+        return self._helper.has_exited()
+
+    def is_idle(self) -> bool:
+        """Return whether the process lives and waits for a call."""
+        return not self.connection.poll() and not self.has_exited()
+
+    def _fail_dead(self) -> RewardFailure:
+        # The reaper exits like its worker, once it has killed what the worker left
+        seconds, deadline = perf_counter() - self._start, perf_counter() + REAPER_SECONDS
+        while not self.has_exited() and perf_counter() < deadline:
+            time.sleep(0.001)
+        self.end()
+        code = self._helper.process.returncode
+        how = f"with code {code}" if code >= 0 else f"by signal {_signal_name(-code)}"
+        message = f"the worker process ended {how} during {self._message.command}"
+        return RewardFailure("worker_died", message, self._traceback(), seconds)
+
+    def _fail_hung(self) -> RewardFailure:
+        # Request a traceback: faulthandler handles the signal in C, even if the interpreter hangs
+        self._helper.process.send_signal(DUMP_SIGNAL)
+        for _ in range(20):
+            time.sleep(0.005)
+            if os.fstat(self._dump.fileno()).st_size:
+                break
+        self.end()
+        return RewardFailure.timed_out(self._message.limit, perf_counter() - self._start, self._traceback())
+
+    def _traceback(self) -> str:
+        self._dump.seek(0)
+        return self._dump.read(20_000).decode(errors="replace")
+
+    def end(self) -> None:
+        """Kill the process and its children."""
+        self.is_dead = True
+        self._end()
+
+
+def wait_for(workers: Sequence[Worker]) -> list[tuple[Worker, RewardCall | RewardFailure]]:
+    """Wait for an event of any worker and return the workers that finished their call, with the results."""
+    left = min((worker.deadline for worker in workers), default=perf_counter()) - perf_counter()
+    ready = wait([worker.connection for worker in workers], timeout=min(max(left, 0.0), POLL_SECONDS))
+    results = [(worker, worker.poll(worker.connection in ready)) for worker in workers]
+    return [(worker, result) for worker, result in results if result is not None]
+
+
+def _end(kill: Callable[[], object], connection: Connection) -> None:
+    kill()
+    connection.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)

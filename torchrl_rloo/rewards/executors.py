@@ -1,4 +1,4 @@
-"""Executors that run reward functions inline, in threads, in worker processes, or in actors of a Ray cluster.
+"""Executors that run reward functions inline, in threads, or in worker processes.
 
 ==========================  ==========  ============================================================================
 executor                    time limit  effect of a bad sample
@@ -6,7 +6,6 @@ executor                    time limit  effect of a bad sample
 :class:`InlineExecutor`     none        an exception fails the sample; a hang or a crash stops the run
 :class:`ThreadExecutor`     yes         a hang fails the sample and keeps its thread; a crash stops the run
 :class:`ProcessExecutor`    yes         a hang or a crash fails the sample and its worker, which is replaced
-:class:`RayExecutor`        yes         a hang fails the sample and its actor; a crash, if it happens twice
 ==========================  ==========  ============================================================================
 
 Executors return the result of each call. :class:`~torchrl_rloo.rewards.runner.RewardRunner` counts and logs the
@@ -15,20 +14,17 @@ failures. Async functions run on an event loop instead (:mod:`torchrl_rloo.rewar
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import asyncio
 from collections.abc import Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from torchrl_rloo.rewards.executor_process import ProcessExecutor, check_limits
-from torchrl_rloo.rewards.executor_ray import RayExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, attempt_reward
-from torchrl_rloo.runtime.threads import PackageThread
+from torchrl_rloo.runtime import event_loop
 
-__all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "RayExecutor", "ThreadExecutor", "make_executor"]
+__all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "ThreadExecutor", "make_executor"]
 
 
 class Executor(Protocol):
@@ -113,39 +109,24 @@ class ThreadExecutor:
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """Call a function once per batch and return the results in order."""
-        results: list[Any] = [None] * len(batches)
-        finished: SimpleQueue[tuple[_Thread, RewardCall | RewardFailure]] = SimpleQueue()
-        waiting, free = deque(range(len(batches))), []
-        running: dict[_Thread, tuple[int, float, float]] = {}  # index, start and time limit of a call
-        try:
-            while waiting or running:
-                # Start calls while there are free workers
-                while waiting and len(running) < self.workers:
-                    thread = free.pop() if free else _Thread(function, finished)
-                    index = waiting.popleft()
-                    limit = math.inf if self.timeout is None else self.timeout * len(batches[index])
-                    running[thread] = (index, perf_counter(), limit)
-                    thread.calls.put(batches[index])
-                # Wait for a result, at most until the next deadline
-                left = min(start + limit for _, start, limit in running.values()) - perf_counter()
+        return event_loop.run(self._call_all(function, batches))
+
+    async def _call_all(
+        self, function: RewardFunction, batches: Sequence[RewardBatch]
+    ) -> list[RewardCall | RewardFailure]:
+        slots = asyncio.Semaphore(self.workers)
+
+        async def call(batch: RewardBatch) -> RewardCall | RewardFailure:
+            limit = None if self.timeout is None else self.timeout * len(batch)
+            async with slots:
+                start = perf_counter()
                 try:
-                    thread, result = finished.get(timeout=None if left == math.inf else max(left, 0.0))
-                except Empty:
-                    thread, result = None, None
-                if thread in running:  # an abandoned thread may also report a result
-                    results[running.pop(thread)[0]] = result
-                    free.append(thread)
-                # Abandon the calls that have timed out
-                now = perf_counter()
-                for thread, (index, start, limit) in list(running.items()):
-                    if now - start >= limit:
-                        results[index] = RewardFailure.timed_out(limit, now - start)
-                        thread.calls.put(None)
-                        del running[thread]
-        finally:
-            for thread in [*free, *running]:
-                thread.calls.put(None)
-        return results
+                    attempt = partial(attempt_reward, function, batch, BaseException)
+                    return await event_loop.call_at_once(attempt, timeout=limit)
+                except TimeoutError:  # an error of the function itself is a result
+                    return RewardFailure.timed_out(limit, perf_counter() - start)
+
+        return await asyncio.gather(*map(call, batches))
 
     def close(self) -> None:
         """Do nothing: threads end with their calls."""
@@ -168,10 +149,10 @@ def make_executor(
     """Create an executor from settings.
 
     Args:
-        mode: ``"inline"``, ``"thread"``, ``"process"`` or ``"ray"``.
-        workers: maximum number of concurrent calls. None keeps the default of the class.
-        timeout: seconds per trajectory. None keeps the default of the class.
-        rows_per_call: number of trajectories per call. None keeps the default of the class.
+        mode: ``"inline"``, ``"thread"`` or ``"process"``.
+        workers: maximum number of concurrent calls; None, here and below, keeps the default of the class.
+        timeout: seconds per trajectory.
+        rows_per_call: number of trajectories per call.
         environment: names of environment variables that processes get in addition; see :class:`ProcessExecutor`.
 
     Raises:
@@ -181,12 +162,7 @@ def make_executor(
         >>> make_executor("process", workers=2, timeout=5.0).timeout
         5.0
     """
-    settings = {
-        "workers": workers,
-        "timeout": timeout,
-        "rows_per_call": rows_per_call,
-        "environment": environment,
-    }
+    settings = {"workers": workers, "timeout": timeout, "rows_per_call": rows_per_call, "environment": environment}
     settings = {name: value for name, value in settings.items() if value is not None}
     if mode == "inline":
         if settings:
@@ -197,30 +173,12 @@ def make_executor(
             )
         return InlineExecutor()
     if mode not in _MODES:
-        raise ValueError(f"unknown mode={mode!r}; it must be 'inline', 'thread', 'process' or 'ray'")
+        raise ValueError(f"unknown mode={mode!r}; it must be 'inline', 'thread' or 'process'")
     if mode == "thread" and environment is not None:
         raise ValueError(
             f"environment={environment} has no effect with mode='thread', whose functions see all variables; omit it"
         )
-    if mode == "ray" and environment is not None:
-        raise ValueError(
-            f"environment={environment} has no effect with mode='ray'; set variables of the cluster's nodes"
-        )
     return _MODES[mode](**settings)
 
 
-_MODES = {"thread": ThreadExecutor, "process": ProcessExecutor, "ray": RayExecutor}
-
-
-class _Thread(PackageThread):
-    """Thread that calls a function for each batch in its queue, until it reads None."""
-
-    def __init__(self, function: RewardFunction, finished: SimpleQueue):
-        self.function, self.finished = function, finished
-        self.calls: SimpleQueue[RewardBatch | None] = SimpleQueue()
-        super().__init__(self._serve, name="reward", stop=partial(self.calls.put, None))
-        self.start()
-
-    def _serve(self) -> None:
-        while (batch := self.calls.get()) is not None:
-            self.finished.put((self, attempt_reward(self.function, batch, BaseException)))
+_MODES = {"thread": ThreadExecutor, "process": ProcessExecutor}

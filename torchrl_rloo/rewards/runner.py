@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torchrl_rloo.rewards.executor_async import EventLoop
+from torchrl_rloo.rewards.executor_async import run_async
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor
-from torchrl_rloo.rewards.latency import Histogram
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,
@@ -25,6 +24,7 @@ from torchrl_rloo.rewards.protocol import (
 )
 from torchrl_rloo.rewards.quarantine import MAX_TRACEBACK_CHARS, Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
+from torchrl_rloo.runtime.clock import Histogram
 from torchrl_rloo.runtime.lookup import is_async
 from torchrl_rloo.runtime.threads import PackageThread
 
@@ -243,7 +243,6 @@ class RewardRunner:
         self.executors = self._executors(executor)
         self.max_consecutive_failures, self.deduplicate = max_consecutive_failures, deduplicate
         self.quarantine = quarantine if isinstance(quarantine, Quarantine) else Quarantine(quarantine)
-        self._loop = EventLoop()
         # Statistics of the calls
         self.counts: Counter[str] = Counter()
         self.latency = {f"{name}/{what}": Histogram() for name in self.names for what in ("call", "sample")}
@@ -368,7 +367,7 @@ class RewardRunner:
 
     def _call(self, k: int, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         if is_async(self.functions[k]):
-            return self._loop.run(self.functions[k], batches, self.executors[k].timeout)
+            return run_async(self.functions[k], batches, self.executors[k].timeout)
         return self.executors[k].run(self.functions[k], batches)
 
     def _account(self, name: str, outcome: _Outcome, rows: Sequence[int]) -> RewardFailureError | None:
@@ -426,11 +425,10 @@ class RewardRunner:
         )
 
     def close(self) -> None:
-        """Stop the workers and the event loop; the next call restarts them."""
+        """Stop the workers; the next call restarts them."""
         for executor in (self.executor, *self.executors):
             if executor is not None:
                 executor.close()
-        self._loop.close()
 
     def state_dict(self) -> dict[str, dict[str, int]]:
         """Return the counters, the consecutive failures and the numbers of quarantined samples."""

@@ -14,8 +14,6 @@ from torchrl.record.loggers import CSVLogger, MLFlowLogger, TensorboardLogger, W
 from torchrl.record.loggers.common import Logger
 from torchrl.record.loggers.csv import CSVExperiment
 
-from torchrl_rloo.ray_session import require_ray
-from torchrl_rloo.run.ray_logger import RayLogger
 from torchrl_rloo.runtime.files import append, make_folder
 
 Records = Sequence[dict[str, Any]]
@@ -112,25 +110,20 @@ def _mlflow(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger
     return EndingMLFlowLogger(**{**defaults, **kwargs})
 
 
-def _ray(directory: Path, records: Records, kwargs: dict[str, Any]) -> RayLogger:
-    return RayLogger(**{"run": directory.name, **kwargs})
-
-
-_BUILDERS: dict[str, Callable[[Path, Records, dict[str, Any]], Logger | RayLogger]] = {
+_BUILDERS: dict[str, Callable[[Path, Records, dict[str, Any]], Logger]] = {
     "tensorboard": _tensorboard,
     "csv": _csv,
     "wandb": _wandb,
     "mlflow": _mlflow,
-    "ray": _ray,
 }
-_EXTRAS = {"wandb": "loggers", "mlflow": "loggers", "ray": "ray"}
+_EXTRAS = {"wandb": "loggers", "mlflow": "loggers"}
 
 
 def check_loggers(names: Sequence[str]) -> None:
     """Check that every logger is known and its package is installed.
 
     Raises:
-        ValueError: if a name is not tensorboard, csv, wandb, mlflow or ray; for ray also without a cluster.
+        ValueError: if a name is not tensorboard, csv, wandb or mlflow.
         ImportError: if the package of a logger is missing.
     """
     for name in names:
@@ -138,11 +131,9 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ValueError(f"unknown logger {name!r}; valid: {sorted(_BUILDERS)}")
         if name in _EXTRAS and importlib.util.find_spec(name) is None:
             raise ImportError(f"logger {name!r} requires {name}; run: pip install 'torchrl_rloo[{_EXTRAS[name]}]'")
-        if name == "ray" and not require_ray().is_initialized():
-            raise ValueError("logger 'ray' requires a cluster; enter a ray_session before, or remove it")
 
 
-def build_logger(name: str, directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger | RayLogger:
+def build_logger(name: str, directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
     """Open a logger that continues after ``records``.
 
     Args:

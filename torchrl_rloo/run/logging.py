@@ -14,7 +14,6 @@ from torchrl.record.loggers.common import Logger
 from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers
 from torchrl_rloo.run.progress import make_progress
-from torchrl_rloo.run.ray_logger import RayLogger
 from torchrl_rloo.runtime.files import append, atomic_write, explained, make_folder, refuse_links, synced_size
 
 _KINDS = ("metrics", "timings", "completions")
@@ -37,8 +36,7 @@ class RunLogger:
 
     Args:
         directory: directory of the files, created if necessary.
-        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"`` and ``"ray"``. The first entry
-            opens them.
+        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"`` and ``"mlflow"``. The first entry opens them.
         progress: True shows a progress bar, False nothing. None shows a bar on a terminal and otherwise about 20 plain
             lines per run.
         total_steps: number of the last step, for the display.
@@ -84,7 +82,7 @@ class RunLogger:
         self._progress = make_progress(progress, total_steps)
         self._digest = None if digest is None else Digest(digest, total_steps)
         self._records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
-        self._loggers: list[Logger | RayLogger] | None = None
+        self._loggers: list[Logger] | None = None
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -142,9 +140,6 @@ class RunLogger:
     def log_phase(self, phase: str | None) -> None:
         """Show the phase of the run, or None, in the progress bar and in loggers that have a place for it."""
         self._progress.show_phase(phase)
-        for logger in self._loggers or ():
-            if hasattr(logger, "log_phase"):
-                logger.log_phase(phase)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         """Log samples of the policy.

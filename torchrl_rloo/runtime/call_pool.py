@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import logging
 import os
+import sys
 import time
 from _thread import start_new_thread
 from collections import deque
@@ -16,8 +17,6 @@ from math import inf
 from threading import Condition, Lock, current_thread
 from time import monotonic
 from typing import Any
-
-import torch
 
 from torchrl_rloo.runtime.threads import PackageThread, is_exiting
 
@@ -259,7 +258,8 @@ def _run(call: Call) -> None:
     else:
         call.set_result(result)
     finally:
-        torch.set_grad_enabled(True)
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_grad_enabled(True)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -1,7 +1,8 @@
 """Event loops on daemon threads, and calls of functions that do not block them.
 
 Conversations run on an :class:`EventLoop`: each collector has its own, and transforms stepped by hand share one. Users'
-async functions share a separate loop. Loops and threads start on first use, and a forked process starts its own.
+async functions share a separate loop, and async rewards another one. Loops and threads start on first use, and a forked
+process starts its own.
 
 One rule keeps calls from waiting for each other for ever: **work that others wait for never queues behind work that
 waits.** Sampling, resets, scoring, agents and ``asyncio.to_thread`` get a thread at once (:func:`call_at_once`). Those
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 
 from torchrl_rloo.runtime.call_pool import Call, CallLimit, CallPool, as_error, leave_out, name_of
 from torchrl_rloo.runtime.lookup import is_async
+from torchrl_rloo.runtime.loop_call import LoopCall
 from torchrl_rloo.runtime.loop_watch import LoopWatch, WatchedCall
 from torchrl_rloo.runtime.threads import PackageThread, is_exiting
 
@@ -39,7 +41,6 @@ _BLOCKED_AFTER_S = 1.0  # a loop that runs no callback for this long counts as b
 _LOST_AFTER_S = 30.0  # shortest time for which calls wait for a blocked loop
 _CLOSE_TIMEOUT_S = 2.0  # time for cancelled tasks to end when a loop is closed
 _STOP_TIMEOUT_S = 0.2  # time for an idle loop's thread to end
-_ALIVE_POLL_S = 1.0
 _SHORTEST_WAIT_S = 0.01  # between two looks at the clock of a call
 
 
@@ -92,23 +93,15 @@ class EventLoop:
         Raises:
             RuntimeError: if called on that loop, where waiting would deadlock, or if the loop is closed.
         """
-        if asyncio._get_running_loop() is self.loop:
-            work.close()
-            raise RuntimeError("run() waits, so it cannot be called on the event loop itself; await the coroutine")
         if self._stopped.is_set():
             work.close()
             raise RuntimeError(f"the event loop {self._thread.name!r} is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        call = LoopCall(self, work)
         try:
             leave_out()
-            # Look at the thread from time to time, since nothing would resolve the future after its end
-            while not wait({future}, _ALIVE_POLL_S).done and self._thread.is_alive():
-                pass
-            if not future.done():
-                raise RuntimeError(f"the event loop {self._thread.name!r} was closed")
-            return future.result()
+            return call.result()
         except BaseException:
-            future.cancel()  # the waiting thread was interrupted
+            call.cancel()  # the waiting thread was interrupted
             raise
 
     def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
@@ -196,8 +189,8 @@ class _AtOnce(ThreadPoolExecutor):
 class _UserLoop(EventLoop):
     """Loop of users' async functions, with a watch for those that block it."""
 
-    def __init__(self):
-        super().__init__("users")
+    def __init__(self, name: str):
+        super().__init__(name)
         self.watch = LoopWatch(self.loop, self._thread, self._stopped)
 
     def is_stuck(self) -> bool:
@@ -206,15 +199,15 @@ class _UserLoop(EventLoop):
         return getattr(blocker, "abandoned", False) or self.watch.blocked_for() > _LOST_AFTER_S
 
 
-def _user_loop() -> _UserLoop:
-    """Return the loop of users' async functions, or another one in its place if it is stuck."""
+def _user_loop(name: str) -> _UserLoop:
+    """Return a loop of users' async functions, or another one in its place if it is stuck."""
     with _LOCK:
-        held = _SHARED.get("users")
+        held = _SHARED.get(name)
         if held is not None and held.owner == os.getpid():
             if not held.is_stuck():
                 return held
             asyncio.run_coroutine_threadsafe(_retire(held), held.loop)
-        held = _SHARED["users"] = _UserLoop()
+        held = _SHARED[name] = _UserLoop(name)
         return held
 
 
@@ -299,25 +292,25 @@ async def call_at_once(function: Callable[..., Any], *args: Any, timeout: float 
     This is for work that others wait for, and for functions that run as long as a conversation. The caller bounds how
     many of them there are.
     """
-    running = _AsyncCall(function, args, {}) if is_async(function) else _pool("at once").submit(function, args, {})
+    running = AsyncCall(function, args, {}) if is_async(function) else _pool("at once").submit(function, args, {})
     return await _finish(running, timeout)
 
 
 def begin(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Running:
     """Begin a :func:`call`, and return it. Its ``elapsed()`` are the seconds that count for a time limit."""
-    return _AsyncCall(function, args, kwargs) if is_async(function) else _pool("users").submit(function, args, kwargs)
+    return AsyncCall(function, args, kwargs) if is_async(function) else _pool("users").submit(function, args, kwargs)
 
 
-class _AsyncCall(WatchedCall):
-    """Call of an async function on the users' loop.
+class AsyncCall(WatchedCall):
+    """Call of an async function on a loop of users' functions, which begins at once.
 
     Attributes:
         future: its result.
         abandoned: whether it timed out, or its caller was cancelled.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
-        held = _user_loop()
+    def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], loop: str = "users"):
+        held = _user_loop(loop)
         super().__init__(held.watch, name_of(function))
         self.abandoned = False
         self.future = asyncio.run_coroutine_threadsafe(self._run(function, args, kwargs), held.loop)
@@ -342,7 +335,7 @@ class _AsyncCall(WatchedCall):
             raise RuntimeError(f"{self.name} could not run, because {name} blocked the event loop for {blocked:.0f} s")
 
 
-Running = Call | _AsyncCall
+Running = Call | AsyncCall
 
 
 async def _finish(call: Running, timeout: float | None) -> Any:
@@ -370,10 +363,10 @@ def remaining_time(call: Running, timeout: float | None) -> float | None:
     Raises:
         RuntimeError: if another call blocks its loop for too long.
     """
-    if isinstance(call, _AsyncCall):
+    if isinstance(call, AsyncCall):
         call.check_loop(max(timeout or 0.0, _LOST_AFTER_S))
     if timeout is None:
-        return _LOST_AFTER_S / 3 if isinstance(call, _AsyncCall) else None
+        return _LOST_AFTER_S / 3 if isinstance(call, AsyncCall) else None
     remaining = timeout - call.elapsed()
     return 0.0 if remaining <= 0 else max(remaining, _SHORTEST_WAIT_S)
 
@@ -381,9 +374,8 @@ def remaining_time(call: Running, timeout: float | None) -> float | None:
 @atexit.register
 def _close_all() -> None:
     """Cancel conversations at exit while users' functions can still clean up, then stop all loops and calls."""
-    users = _SHARED.get("users")
-    _close([held for held in list(_OPEN) if held is not users], _CLOSE_TIMEOUT_S)
-    _close([held for held in list(_OPEN) if held is users], _CLOSE_TIMEOUT_S)
+    _close([held for held in list(_OPEN) if not isinstance(held, _UserLoop)], _CLOSE_TIMEOUT_S)
+    _close([held for held in list(_OPEN) if isinstance(held, _UserLoop)], _CLOSE_TIMEOUT_S)
     for pool in _POOLS.values():
         if pool.owner == os.getpid():
             pool.stop()

@@ -7,9 +7,10 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from torchrl_rloo.runtime.event_loop import EventLoop
+if TYPE_CHECKING:
+    from torchrl_rloo.runtime.event_loop import EventLoop
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class LoopCall(Generic[T]):
         self._task: asyncio.Task | None = None
         try:
             if asyncio._get_running_loop() is loop.loop:
-                raise RuntimeError("a thread waits for this call, so it cannot be made on the event loop itself")
+                raise RuntimeError("a wait cannot be called on the event loop itself; await the coroutine")
             loop.call_soon(self._start)
         except RuntimeError:
             work.close()

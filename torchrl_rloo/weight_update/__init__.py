@@ -9,7 +9,6 @@ from torchrl_rloo.weight_update.base import (
 from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
 from torchrl_rloo.weight_update.lora import LoRAPublisher
-from torchrl_rloo.weight_update.object_store import ObjectStore
 from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
@@ -26,7 +25,6 @@ __all__ = [
     "InProcessWeightUpdater",
     "Link",
     "LoRAPublisher",
-    "ObjectStore",
     "Publisher",
     "Push",
     "Receiver",

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from torchrl_rloo.runtime.lookup import import_object
 from torchrl_rloo.weight_update.checksums import CHECKSUMS
 from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
-from torchrl_rloo.weight_update.object_store import ObjectStore
 from torchrl_rloo.weight_update.protocol import TensorInfo
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.target import EngineError
@@ -18,12 +18,22 @@ from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
 from torchrl_rloo.weight_update.vllm_ipc import VLLMIPC
 from torchrl_rloo.weight_update.vllm_nccl import VLLMNCCL
 
-TRANSPORTS: tuple[type[Transport], ...] = (Direct, SharedMemory, ObjectStore, Collective, Files, VLLMNCCL, VLLMIPC)
+TRANSPORTS: tuple[type[Transport], ...] = (Direct, SharedMemory, Collective, Files, VLLMNCCL, VLLMIPC)
 RECEIVERS: dict[str, type[Receiver]] = {transport.name: transport.receiver for transport in TRANSPORTS}
+ELSEWHERE = {"object_store": "torchrl_rloo.ray.object_store.ObjectStoreReceiver"}  # imported at the first use
 
 
 class StaleStepError(EngineError):
     """Step of an update that is not open. It has no effect on the open one."""
+
+
+def receiver_class(transport: str) -> type[Receiver]:
+    """Return the receiving end of a transport, or raise EngineError if there is none of that name."""
+    if transport in ELSEWHERE:
+        return import_object(ELSEWHERE[transport], "receiver")
+    if transport not in RECEIVERS:
+        raise EngineError(f"transport={transport!r} must be one of {sorted(RECEIVERS | ELSEWHERE)}")
+    return RECEIVERS[transport]
 
 
 class OpenUpdate:

@@ -10,6 +10,7 @@ import torch
 
 from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
 from torchrl_rloo.weight_update.shards import Piece
+from torchrl_rloo.weight_update.target import WeightTarget
 
 
 class Receiver(ABC):
@@ -105,6 +106,9 @@ class Transport(ABC):
             keep: True if the buckets must remain after the push, while the training model changes.
         """
 
+    def check(self, engines: Sequence[WeightTarget]) -> None:  # noqa: B027
+        """Raise ``ValueError`` if the transport does not reach an engine."""
+
     def release(self, storage: Storage, reusable: bool) -> None:  # noqa: B027
         """Free a storage, or reuse it for a later version if no worker can still read it."""
 
@@ -194,6 +198,14 @@ class Direct(Transport):
     """Transport that passes tensors by reference to engines in the trainer's process, which copy them at loading."""
 
     name, receiver = "direct", DirectReceiver
+
+    def check(self, engines: Sequence[WeightTarget]) -> None:
+        elsewhere = [type(engine).__name__ for engine in engines if not engine.in_process]
+        if elsewhere:
+            raise ValueError(
+                f"transport=Direct() requires engines in this process, but {elsewhere[0]} is in another; use "
+                "SharedMemory(), Collective() or Files(directory)"
+            )
 
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> Storage:
         return DirectStorage(keep)

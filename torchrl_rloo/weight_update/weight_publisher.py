@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from torchrl_rloo.runtime.lookup import import_object
 from torchrl_rloo.weight_update.checksums import CHECKSUMS
 from torchrl_rloo.weight_update.gathering import Gathering, GatherOrder
-from torchrl_rloo.weight_update.object_store import ObjectStore
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, plan_buckets
 from torchrl_rloo.weight_update.publication import Publication, Snapshot
 from torchrl_rloo.weight_update.publisher import Commit, Publisher
@@ -65,7 +65,7 @@ class WeightPublisher(Publisher):
     resumes. The snapshot stays until the next version is in use, so that :meth:`fill` can give it to one engine.
 
     All ranks of a sharded model make one updater each and the same calls. Rank 0 sends. With :class:`SharedMemory`,
-    :class:`ObjectStore` and :class:`Files`, every rank on its machine writes its share of the snapshot; with other
+    ``ObjectStore`` and :class:`Files`, every rank on its machine writes its share of the snapshot; with other
     transports, the others send theirs to rank 0 bucket by bucket. Only rank 0 needs engines.
 
     Args:
@@ -73,7 +73,7 @@ class WeightPublisher(Publisher):
         engines: one or more engines, or a :class:`~torchrl_rloo.weight_update.target.TargetGroup` such as an
             ``EnginePool``. Other ranks pass ``[]``.
         transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process,
-            :class:`ObjectStore` if all are in Ray actors, and otherwise :class:`SharedMemory`.
+            ``ObjectStore`` if all are in Ray actors, and otherwise :class:`SharedMemory`.
         bucket_bytes: largest size of a bucket. A larger tensor is a bucket by itself.
         staged: if True, workers keep all buckets until they load them at once. Engines sample in the first phase, and
             a failure in it leaves them with their old weights. If False, engines pause first and load each
@@ -139,22 +139,12 @@ class WeightPublisher(Publisher):
         # Choose a transport that reaches all engines
         known = self.engines if self.group is None or not self.sends else self.group.targets()
         elsewhere = [engine for engine in known if not engine.in_process]
-        without_store = [engine for engine in known if not engine.reads_object_store]
         if transport == "auto":
-            if known and not without_store:
-                transport = ObjectStore()
+            if known and all(engine.reads_object_store for engine in known):
+                transport = import_object("torchrl_rloo.ray.ObjectStore", "transport")()
             else:
                 transport = SharedMemory() if elsewhere or (self.sends and not known) else Direct()
-        if without_store and isinstance(transport, ObjectStore):
-            raise ValueError(
-                f"transport=ObjectStore() requires engines that are a RayEngine on one node, but one is a "
-                f"{type(without_store[0]).__name__}; use SharedMemory(), Collective() or a transport of vLLM"
-            )
-        if elsewhere and isinstance(transport, Direct):
-            raise ValueError(
-                f"transport=Direct() requires engines in this process, but {type(elsewhere[0]).__name__} is in "
-                "another; use SharedMemory(), Collective() or Files(directory)"
-            )
+        transport.check(known)
         self.transport, self.bucket_bytes, self.staged = transport, bucket_bytes, staged
         self.checksum, self.verify_every = checksum, verify_every
         self.last_push: Push | None = None

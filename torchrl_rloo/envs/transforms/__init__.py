@@ -3,7 +3,6 @@
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.envs.transforms.feedback import FeedbackTransform, UserSimulator
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
-from torchrl_rloo.envs.transforms.ray_primer import RayDataLoadingPrimer
 from torchrl_rloo.envs.transforms.repository import RepositoryTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform, TurnRewardTransform
 from torchrl_rloo.envs.transforms.shaping import (
@@ -27,7 +26,6 @@ __all__ = [
     "FeedbackTransform",
     "KLRewardTransform",
     "NormalizeRewards",
-    "RayDataLoadingPrimer",
     "RepositoryTransform",
     "RewardTransform",
     "ScoreNames",
