@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector as TheirCollector
 from torchrl.collectors.llm import vLLMUpdater
@@ -395,7 +395,7 @@ def their_parts_of_a_message(parts: Parts) -> None:
     ours = to_history([chat])[0]
     assert isinstance(ours[1].content, ContentBase)
     assert from_history(ours) == from_history(lazy_stack(theirs)) == chat
-    # A template that reads parts renders both alike, and encodes a text part as the text
+    # A template that reads parts renders both alike, and a policy continues a text part as the text
     tokenizer = copy.deepcopy(parts.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content']", "(message['content'] if message['content'] is string else message['content'][0]['text'])"
@@ -403,6 +403,14 @@ def their_parts_of_a_message(parts: Parts) -> None:
     plain = [chat[0], {"role": "user", "content": text["text"]}]
     ids = ours.apply_chat_template(tokenizer=tokenizer, chat_template=tokenizer.chat_template, tokenize=True)
     assert ids.flatten().tolist() == encode_prompt(tokenizer, chat) == encode_prompt(parts.tokenizer, plain)
+    after = []
+    for own, query in ((Parts(parts.model, tokenizer), chat), (parts, plain)):
+        row = TensorDict({keys.QUERY: NonTensorData(query), keys.SEED: torch.tensor(3)}, [])
+        env = ChatEnv(own.tokenizer, input_mode="history")
+        after.append(env.step(own.policy()(env.reset(lazy_stack([row]))))[0])
+    assert torch.equal(after[0][keys.TOKENS], after[1][keys.TOKENS])
+    with_parts, with_text = (from_history(row["next", "history", "prompt"]) for row in after)
+    assert with_parts[:2] == chat and with_text[:2] == plain and with_parts[2] == with_text[2]
 
 
 class Loop:

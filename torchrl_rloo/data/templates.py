@@ -267,8 +267,10 @@ def from_history(history: History) -> Messages:
 
 def _to_content(content: Any) -> Any:
     """Return parts of a message that TorchRL has fields for as a ``ContentBase``, and any other content unchanged."""
+    if not isinstance(content, list) or not content:
+        return content
     known = {field.name for field in fields(ContentBase)}
-    if not isinstance(content, list) or not content or not all(set(part) <= known for part in content):
+    if not all(set(part) <= known for part in content):
         return content
     return lazy_stack([ContentBase(**part) for part in content])
 
