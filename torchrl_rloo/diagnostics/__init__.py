@@ -7,12 +7,8 @@ from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_compar
 from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table, name_scorers
 from torchrl_rloo.diagnostics.evaluation_process import EvaluationProcess
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
-from torchrl_rloo.diagnostics.fake_model import FakeModel
 from torchrl_rloo.diagnostics.health import make_health
-from torchrl_rloo.diagnostics.memory_advice import advise
-from torchrl_rloo.diagnostics.memory_plan import MemoryPlan, plan_memory
-from torchrl_rloo.diagnostics.memory_settings import MemorySettings, Sampling
-from torchrl_rloo.diagnostics.memory_shapes import Pass
+from torchrl_rloo.diagnostics.memory import MemoryPlan, MemorySettings, plan_memory, read_shape
 from torchrl_rloo.diagnostics.metrics import DEFINITIONS, completion_metrics, staleness_metrics
 from torchrl_rloo.diagnostics.parity import ParityProbe, ParityReport, advice, parity_metrics
 from torchrl_rloo.diagnostics.plan import TrainingPlan
@@ -50,23 +46,19 @@ __all__ = [
     "EvaluationProcess",
     "EvaluationResult",
     "EvaluationSettings",
-    "FakeModel",
     "MemoryPlan",
     "MemorySettings",
     "ParityProbe",
     "ParityReport",
-    "Pass",
     "ReplayedRows",
     "Rescorer",
     "RewardComparison",
-    "Sampling",
     "TrainingPlan",
     "Verification",
     "WaitRow",
     "WaitSummary",
     "advice",
     "LiveServer",
-    "advise",
     "calibrate",
     "check_engine",
     "check_parity",
@@ -87,6 +79,7 @@ __all__ = [
     "plot_comparison",
     "plot_curves",
     "read_bundle",
+    "read_shape",
     "replay_groups",
     "rescore",
     "plot_timeline",
