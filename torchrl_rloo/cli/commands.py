@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torchrl_rloo.cli import bundle as bundles
 from torchrl_rloo.cli import rescore as stored
 
 COMMANDS = {
@@ -16,8 +15,6 @@ COMMANDS = {
     "serve": "start a vLLM server that accepts weight updates",
     "rescore": "apply other rewards to stored rows, and print what would have changed",
     "replay": "score stored rows again with a model, token by token",
-    "bundle": "write the rows, settings and numbers of one training step as one file",
-    "verify": "compute the numbers of a bundle again, and say where they differ",
 }
 EXAMPLES = {
     "": """
@@ -47,8 +44,6 @@ EXAMPLES = {
   torchrl-rloo check rloo task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]""",
     "rescore": stored.RESCORE_EXAMPLES,
     "replay": stored.REPLAY_EXAMPLES,
-    "bundle": bundles.BUNDLE_EXAMPLES,
-    "verify": bundles.VERIFY_EXAMPLES,
     "watch": """
   torchrl-rloo watch outputs/rloo_sync/addition/seed0    print the address of the live page
   torchrl-rloo watch outputs/a outputs/b                 overlay several runs

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchrl_rloo.cli import bundle as bundles
 from torchrl_rloo.cli import rescore as stored
 from torchrl_rloo.cli.commands import COMMANDS, EXAMPLES
 from torchrl_rloo.cli.watch import add_watch_options, watch
@@ -294,8 +293,6 @@ def _parser() -> argparse.ArgumentParser:
     # Options of commands on stored rows
     stored.add_rescore_arguments(made["rescore"])
     stored.add_replay_arguments(made["replay"])
-    bundles.add_bundle_arguments(made["bundle"])
-    bundles.add_verify_arguments(made["verify"])
     add_watch_options(made["watch"])
     # Options of the sampling server
     server = made["serve"]
@@ -343,8 +340,6 @@ def _in_one_line(command: Callable[..., None]) -> Callable[..., None]:
 STORED = {
     "rescore": _in_one_line(stored.rescore),
     "replay": _in_one_line(stored.replay),
-    "bundle": _in_one_line(bundles.bundle),
-    "verify": _in_one_line(bundles.verify),
 }
 
 

@@ -54,6 +54,6 @@ class RLOOConfig(c.RunConfig):
         check_stored(self)
         if self.reward.executor.mode == "ray" and not self.on_cluster:
             raise ValueError("reward.executor.mode=ray requires a cluster; use rloo_async, or mode=process")
-        c.check_reference(self.reference, self.kl, lora=self.lora, background=self.eval.background)
+        c.check_reference(self.reference, self.kl, lora=self.lora)
         c.check_clip_range(self.reward, self.advantage)
         c.check_trained_weights(self.model, self.train, self.lora)

@@ -1,11 +1,8 @@
 """Plans, metrics, evaluation and reports of a run."""
 
-from torchrl_rloo.diagnostics.bundle import Bundle, BundleError, make_bundle, read_bundle, write_bundle
-from torchrl_rloo.diagnostics.bundle_verify import Verification, verify_bundle
 from torchrl_rloo.diagnostics.calibration import Calibration, calibrate, plot_calibration, write_calibration
 from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison
 from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table, name_scorers
-from torchrl_rloo.diagnostics.evaluation_process import EvaluationProcess
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.diagnostics.health import make_health
 from torchrl_rloo.diagnostics.memory import MemoryPlan, MemorySettings, plan_memory, read_shape
@@ -36,14 +33,11 @@ from torchrl_rloo.diagnostics.watch_page import write_live_page
 from torchrl_rloo.rewards.answers import final_answer
 
 __all__ = [
-    "Bundle",
-    "BundleError",
     "Calibration",
     "Comparison",
     "DEFINITIONS",
     "EvaluatedSample",
     "Evaluation",
-    "EvaluationProcess",
     "EvaluationResult",
     "EvaluationSettings",
     "MemoryPlan",
@@ -54,7 +48,6 @@ __all__ = [
     "Rescorer",
     "RewardComparison",
     "TrainingPlan",
-    "Verification",
     "WaitRow",
     "WaitSummary",
     "advice",
@@ -70,7 +63,6 @@ __all__ = [
     "final_answer",
     "join_entries",
     "limiting_sentence",
-    "make_bundle",
     "make_health",
     "name_scorers",
     "parity_metrics",
@@ -78,7 +70,6 @@ __all__ = [
     "plot_calibration",
     "plot_comparison",
     "plot_curves",
-    "read_bundle",
     "read_shape",
     "replay_groups",
     "rescore",
@@ -86,8 +77,6 @@ __all__ = [
     "self_test",
     "summarize_waits",
     "staleness_metrics",
-    "verify_bundle",
-    "write_bundle",
     "waiting_rows",
     "waiting_table",
     "write_calibration",
