@@ -163,9 +163,9 @@ def run_ranks(size: str, mode: str, packing: str, passes: int, world: int) -> li
 
 def estimate(size: str, mode: str, packing: str, passes: int, world: int):
     """Return the planner's plan of a measurement."""
-    from torchrl_rloo.diagnostics import FakeModel, plan_memory
+    from torchrl_rloo.diagnostics import plan_memory, read_shape
 
-    return plan_memory(FakeModel(make_config(size)), make_settings(size, mode, packing, passes, world))
+    return plan_memory(read_shape(make_config(size)), make_settings(size, mode, packing, passes, world))
 
 
 def main() -> None:

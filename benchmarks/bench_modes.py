@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import time
 from collections import Counter
@@ -32,13 +31,11 @@ from typing import Any
 
 import torch
 from common import ONE_THREAD, cpu_seconds, local_ray, print_result, print_table
+from simulate_cluster import ClusterSettings, Distribution, EngineSpeed, Load, Mode, Turn, modes, simulate
 
 from torchrl_rloo.collectors.conversation import _hash  # to know the seeds of all conversations
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.metadata import version_counts
-from torchrl_rloo.diagnostics import ClusterSettings, Distribution, EngineSpeed, Load, linear_rate, simulate
-from torchrl_rloo.diagnostics.cluster_load import Turn
-from torchrl_rloo.diagnostics.cluster_simulation import Mode, modes
 from torchrl_rloo.embedded import addition_prompts, build_tokenizer
 from torchrl_rloo.engines import EnginePool, Request, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
@@ -72,18 +69,19 @@ def tool_seconds_of(seed: int, turn: int) -> float:
     return TOOL_SECONDS.sample(Random(f"tool {seed} {turn}"))
 
 
-class SeededLoad(Load):
-    """Load whose conversations are those of the collector with the same seed."""
+def seeded_load(run_seed: int) -> Load:
+    """Return the conversations of the collector with this seed, in scripted tokens."""
 
-    def conversation(self, group_id: int, member: int) -> list[Turn]:
-        """Return the turns of a conversation, in scripted tokens."""
-        seed, done, turns = _hash(self.seed, group_id, member), 0, []
+    def conversation(group_id: int, member: int) -> list[Turn]:
+        seed, done, turns = _hash(run_seed, group_id, member), 0, []
         number = turns_of(seed)
         for turn in range(1, number + 1):
             tokens = tokens_of(_derive_seed(seed, done))
             turns.append(Turn(0.0, 0.0, tokens, tool_seconds_of(seed, turn) if turn < number else 0.0))
             done += tokens
         return turns
+
+    return conversation
 
 
 class Tool(TurnTransform):
@@ -167,9 +165,9 @@ def run(mode: Mode, engines: list[RayEngine], train: float, seed: int, steps: in
 def settings_of(seed: int, max_staleness: int) -> ClusterSettings:
     """Return the simulated cluster, whose training takes its share of an on-policy step."""
     cluster = ClusterSettings(
-        SeededLoad(TOKENS, seed=seed),
+        seeded_load(seed),
         ENGINES,
-        EngineSpeed(linear_rate(TOKENS_PER_SECOND / MERGED, math.inf), max_running=SLOTS),
+        EngineSpeed(TOKENS_PER_SECOND / MERGED, max_running=SLOTS),
         GROUPS,
         SIZE,
         still_seconds=2.0,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = [*sorted(FOLDER.glob("bench_*.py")), FOLDER / "house.py"]
+SCRIPTS = sorted([*FOLDER.glob("bench_*.py"), FOLDER / "house.py", FOLDER / "simulate_cluster.py"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -21,8 +21,6 @@ from torchrl.data import ReplayBuffer
 import torchrl_rloo
 from support.recipes import settings
 from support.setting_names import SETTINGS, exists
-from torchrl_rloo.cli.cluster_options import HELP as CLUSTER_SETTINGS
-from torchrl_rloo.cli.cluster_options import PREFIX, parse_cluster
 from torchrl_rloo.cli.main import RECIPES, STORED
 from torchrl_rloo.cli.main import _parser as command_parser
 from torchrl_rloo.cli.schema import non_null_fields
@@ -185,8 +183,7 @@ def test_commands_have_settings_that_exist(page: Path, tmp_path: Path, monkeypat
             given = [*RECIPES[recipe][1:], *(given[1:] if arguments[0] == "cp" else given)]
             settings(recipe, *given)  # raises what is wrong
         elif program == "torchrl-rloo" and arguments[0] == "plan":
-            given = [argument for argument in arguments if "=" in argument]
-            settings("rloo", *(parse_cluster(given)[1] if "--cluster" in arguments else given))
+            settings("rloo", *(argument for argument in arguments if "=" in argument))
         elif program == "torchrl-rloo" and arguments[0] in STORED:
             parse_command(arguments)
         elif program == "make":
@@ -215,17 +212,12 @@ def test_settings_metrics_and_files_that_a_page_names_exist(page: Path, monkeypa
     for span in code_spans(page):
         name = span.split("=")[0]
         if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+=\S.*", span) and "..." not in span:
-            known_settings(name)
+            assert exists(name), name
         elif re.fullmatch(r"(count|eval|completions|rewards|parity|pool|stop|clip_ratio)/[\w/<>@*]*", span):
             wanted = re.sub(r"<[^>]*>", "x", span).rstrip("*/") or span
             assert any(fnmatch.fnmatch(wanted, p) or p.startswith(f"{wanted}/") for p in patterns), span
         elif re.fullmatch(r"(torchrl_rloo|sota_implementations|benchmarks|tutorials|test|docs)/[\w./-]*", span):
             assert (ROOT / span).exists(), span
-
-
-def known_settings(name: str) -> None:
-    """Fail for a dotted name that neither a recipe nor the planner of clusters has."""
-    assert name.removeprefix(PREFIX) in CLUSTER_SETTINGS or exists(name), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
@@ -298,7 +290,7 @@ def test_each_setting_of_the_translation_table_is_accepted(monkeypatch):
         name, _, value = setting.partition("=")
         assert value, setting
         if "..." in value:
-            known_settings(name)
+            assert exists(name), name
         elif not name.startswith(("loss", "advantage")):
             context = next(c for c in CONTEXTS if name.startswith(c))
             batch = next((b for b in batches.setdefault(context, []) if name not in b), None)

@@ -41,7 +41,7 @@ def measured(size: str, sizes: dict[str, int], packing: str, checkpointing: bool
 
 def planned(size: str, sizes: dict[str, int], packing: str, checkpointing: bool, setup: Setup) -> dict[str, Any]:
     """Return the planner's bytes of the same steps, by phase and part."""
-    from torchrl_rloo.diagnostics import FakeModel, MemorySettings, plan_memory
+    from torchrl_rloo.diagnostics import MemorySettings, plan_memory, read_shape
 
     settings = MemorySettings(
         **sizes,
@@ -51,7 +51,7 @@ def planned(size: str, sizes: dict[str, int], packing: str, checkpointing: bool,
         gradient_checkpointing=checkpointing,
         device=setup.device,
     )
-    plan = plan_memory(FakeModel(build_config(size), dtype=setup.dtype), settings)
+    plan = plan_memory(read_shape(build_config(size)), settings)
     return {"bytes": plan.peak, "phase": plan.peak_phase, "parts": plan.phases[plan.peak_phase]}
 
 

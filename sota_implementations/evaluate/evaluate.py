@@ -2,6 +2,7 @@
 
 Examples:
   evaluate.py model.name=outputs/rloo_sync/addition/seed0/model         evaluate a trained model on its held-out prompts
+  evaluate.py checkpoint=outputs/mine/checkpoints/step_00000010.pt      evaluate a checkpoint while its run continues
   evaluate.py model.name=... compare=outputs/evaluate/base              test it against an earlier result, paired
   evaluate.py compare=[outputs/evaluate/base,outputs/evaluate/trained]  only test the second result against the first
   evaluate.py task=gsm8k data.eval_source=test.jsonl model.name=... eval.num_samples=16 eval.ks=[1,4,16]
@@ -44,6 +45,8 @@ class Config:
     output_dir: str = "outputs/evaluate/${now:%Y-%m-%d_%H-%M-%S}"  # directory of completions, metrics and comparison
     format: str = "parquet"  # file format of the completions: parquet or jsonl
     label: str | None = None  # name in tables and figures; null: model.name
+    checkpoint: str | None = None  # checkpoint of a run with the same model and lora, whose weights are evaluated
+    lora: dict[str, Any] | None = None  # adapter of the checkpoint's run; null: none
     compare: Any = None  # directory of an earlier result to test against, or a list of two to test against each other
     same_settings: bool = True  # refuse to compare results whose sampling or scorers differ
     task: c.TaskConfig = field(default_factory=c.TaskConfig)
@@ -61,6 +64,10 @@ class Config:
         for name, unset in (("dtype", "float32"), ("device", "cpu"), ("kwargs", {})):
             if self.inference.engine is not None and getattr(self.model, name) != unset:
                 raise ValueError(f"model.{name} has no effect with an engine; set inference.engine.{name}")
+        if self.checkpoint is not None and self.inference.engine is not None:
+            raise ValueError(f"checkpoint={self.checkpoint} cannot be combined with an engine; set it to transformers")
+        if self.lora is not None and self.checkpoint is None:
+            raise ValueError("lora has no effect without checkpoint; name the adapter's folder in model.name")
 
 
 if __name__ == "__main__":  # parse before torch is imported, so --help and wrong settings respond at once
@@ -73,6 +80,7 @@ from time import perf_counter
 
 import torch
 from hydra.utils import get_method, instantiate
+from transformers import PreTrainedModel
 
 from torchrl_rloo.data import PromptDataset
 from torchrl_rloo.diagnostics import Evaluation, EvaluationResult, compare, write_evaluation_transcripts
@@ -83,12 +91,15 @@ from torchrl_rloo.envs.tasks import TaskBase, conversation_settings
 from torchrl_rloo.modules import (
     TransformersWrapper,
     TurnPolicy,
+    add_adapter,
     context_length,
     load_model,
     load_tokenizer,
     vLLMWrapper,
 )
 from torchrl_rloo.rewards import load_reward
+from torchrl_rloo.run.checkpoint import Checkpointer
+from torchrl_rloo.run.state import restore_state
 
 
 def main(cfg: Config) -> None:
@@ -136,7 +147,7 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
             seed=cfg.seed,
             make_transforms=make_transforms,
             env_kwargs=chat | {"template_kwargs": cfg.data.template_kwargs},
-            label=cfg.label or cfg.model.name,
+            label=cfg.label or cfg.checkpoint or cfg.model.name,
         )
         result = evaluation.run(keep_rows=asked.transcripts)
     # Write files and figures
@@ -155,6 +166,9 @@ def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
     # Without an engine the Hugging Face model samples
     if arguments is None:
         model, tokenizer = load_model(name, **non_null_fields(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
+        if cfg.checkpoint is not None:
+            model = model if cfg.lora is None else add_adapter(model, cfg.lora)
+            load_checkpoint(model, Path(cfg.checkpoint))
         return TransformersWrapper(model, tokenizer=tokenizer, **turns), None
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"model.name={name} is an adapter, which an engine cannot load; set inference=transformers")
@@ -162,6 +176,14 @@ def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
         arguments = arguments | {"model": arguments["model"] or name}
     engine = instantiate(arguments)
     return vLLMWrapper(engine, tokenizer=load_tokenizer(name, chat_template=cfg.model.chat_template), **turns), engine
+
+
+def load_checkpoint(model: PreTrainedModel, path: Path) -> None:
+    """Load the weights of a run's checkpoint, a file or a folder of shards."""
+    number = path.stem.removeprefix("step_")
+    if not (path.exists() and number.isdecimal()):
+        raise FileNotFoundError(f"checkpoint={path} must be one of a run's checkpoints, such as step_00000010.pt")
+    restore_state({"model": Checkpointer(path.parent).load(int(number))["parts"]["model"]}, model=model)
 
 
 def held_out_prompts(cfg: Config, task: TaskBase, tokenizer: object) -> PromptDataset:

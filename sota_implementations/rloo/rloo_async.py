@@ -104,7 +104,6 @@ def train(cfg: Config, ranks: Ranks) -> None:
     policy, engine, updater = sync.make_policy(cfg, problem, ranks, trainer, sampler)
     source = make_source(cfg, problem, ranks, policy, updater, scorer)
     evaluations = sync.make_evaluations(cfg, problem, policy, scorer, ranks)
-    background = sync.make_background(cfg, ranks)
 
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
@@ -116,15 +115,13 @@ def train(cfg: Config, ranks: Ranks) -> None:
         engine or nullcontext(),
         closing(rewards),
         closing(source),
-        closing(background) if background else nullcontext(),
         run,
     ):
-        sync.resume_evaluation(run, ranks, background)
         if ranks.is_main:
             diagnostics.write_launch(run.directory, command_line())
         if run.step == 0:
             source.on_main(lambda: preflight(cfg, problem, policy), "checks before the first step")
-            sync.evaluate(run, cfg, problem, source, evaluations, background)
+            sync.evaluate(run, cfg, source, evaluations)
         else:  # new engines start with the initial weights
             updater.initialize()
         for step in run.steps():
@@ -151,8 +148,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             sync.log_update(run, method, outputs, norms, len(metadata))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
-                sync.evaluate(run, cfg, problem, source, evaluations, background)
-            sync.take_evaluation(run, cfg, ranks, background)
+                sync.evaluate(run, cfg, source, evaluations)
             run.log({}, timings=timings(*source.parts))
     if run.finished:
         sync.finish(run, cfg, problem, ranks, source)

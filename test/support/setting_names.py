@@ -10,7 +10,6 @@ from pathlib import Path
 
 from support.recipes import load_recipe
 from torchrl_rloo.cli.config import CacheConfig, PassRateConfig, RefillConfig, RerollsConfig
-from torchrl_rloo.cli.eval_config import BackgroundConfig
 from torchrl_rloo.cli.schema import free_sections, known_settings
 from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine, VLLMServer
 from torchrl_rloo.functional import NORMALIZATIONS, SURROGATES
@@ -29,7 +28,6 @@ ARGUMENTS = {  # of what takes the keys of a free mapping
     "advantage.normalize": tuple(NORMALIZATIONS.values()),
     "inference.engine": ENGINES,
     "inference.updater": (WeightPublisher, LoRAPublisher),
-    "eval.background": (BackgroundConfig,),
     "curriculum.pass_rate": (PassRateConfig,),
     "curriculum.rerolls": (RerollsConfig,),
     "curriculum.refill": (RefillConfig,),

@@ -19,7 +19,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "diagnostics/checks": ("check",),
     "diagnostics/comparison": ("",),
     "diagnostics/evaluation": ("eval", "generate"),
-    "diagnostics/evaluation_process": ("eval.background", "eval"),
     "diagnostics/evaluation_result": ("",),
     "diagnostics/plan": ("plan", "generate", "environment", "data"),
     "engines": ("inference.engine",),
@@ -70,7 +69,6 @@ FREE = {
         "mask_truncated_completions",
     ),
     "advantage": ("estimator", "credit", "normalize"),
-    "eval.background": ("device", "timeout"),
     "inference.engine": ("request_timeout", "start_timeout"),
 }
 # Arguments with another name than their setting; the first that the recipe has

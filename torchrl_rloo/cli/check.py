@@ -213,16 +213,17 @@ def _existing(path: Path) -> Path:
 
 def _plan_memory(cfg: Any, prompt_tokens: int) -> dict[str, int]:
     """Return the planned memory of a step and that of the device; nothing if the settings cannot be planned."""
-    from torchrl_rloo.cli.plan import load_fake_model, memory_settings
-    from torchrl_rloo.diagnostics import plan_memory
+    from torchrl_rloo.cli.plan import memory_settings, model_config
+    from torchrl_rloo.diagnostics import plan_memory, read_shape
 
     try:
-        model = load_fake_model(cfg)
-        settings, _ = memory_settings(cfg, model, int(os.environ.get("WORLD_SIZE", "1")), None, prompt_tokens)
+        config = model_config(cfg)
+        settings, _ = memory_settings(cfg, config, int(os.environ.get("WORLD_SIZE", "1")), None, prompt_tokens)
     except ValueError as error:
         print(f"the memory of a step is not planned: {error}", file=sys.stderr)
         return {}
     known = settings.device_bytes
     if settings.device == "cpu":
         known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"peak_bytes": plan_memory(model, settings).peak} | ({} if known is None else {"device_bytes": known})
+    peak = plan_memory(read_shape(config, cfg.lora), settings).peak
+    return {"peak_bytes": peak} | ({} if known is None else {"device_bytes": known})

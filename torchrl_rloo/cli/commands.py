@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from torchrl_rloo.cli import bundle as bundles
 from torchrl_rloo.cli import rescore as stored
-from torchrl_rloo.cli.cluster_options import describe_options
 
 COMMANDS = {
     "ls": "list the recipes",
     "run": "run a built-in recipe or your own copy of one",
     "cp": "copy a recipe and all its settings, to edit them",
-    "plan": "estimate the memory of a run, or the split of a cluster, before anything is loaded",
+    "plan": "estimate the memory of a run before anything is loaded",
     "check": "check prompts, template, rewards and settings of a run before it starts",
     "evaluate": "evaluate a checkpoint on held-out prompts",
     "watch": "show runs in a browser while they train, or write the page to a file",
     "serve": "start a vLLM server that accepts weight updates",
     "rescore": "apply other rewards to stored rows, and print what would have changed",
     "replay": "score stored rows again with a model, token by token",
-    "bundle": "write the rows, settings and numbers of one training step as one file",
-    "verify": "compute the numbers of a bundle again, and say where they differ",
 }
 EXAMPLES = {
     "": """
@@ -42,19 +38,12 @@ EXAMPLES = {
   python mine.py                                         run the copy, like torchrl-rloo run mine.py""",
     "plan": """
   torchrl-rloo plan rloo model.name=my/model --gpu-memory 80
-  torchrl-rloo plan --ranks 8 --gpu-memory 80 --prompt-tokens 1024 rloo model.name=my/model train.parallel=fsdp
-  torchrl-rloo plan --cluster rloo model.name=my/model cluster.gpus=64 cluster.gpu=H100 --picture cluster.png
-
-settings of --cluster:
-"""
-    + describe_options(),
+  torchrl-rloo plan --ranks 8 --gpu-memory 80 --prompt-tokens 1024 rloo model.name=my/model train.parallel=fsdp""",
     "check": """
   torchrl-rloo check rloo                                check a run of the built-in task
   torchrl-rloo check rloo task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]""",
     "rescore": stored.RESCORE_EXAMPLES,
     "replay": stored.REPLAY_EXAMPLES,
-    "bundle": bundles.BUNDLE_EXAMPLES,
-    "verify": bundles.VERIFY_EXAMPLES,
     "watch": """
   torchrl-rloo watch outputs/rloo_sync/addition/seed0    print the address of the live page
   torchrl-rloo watch outputs/a outputs/b                 overlay several runs

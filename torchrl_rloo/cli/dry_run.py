@@ -97,7 +97,7 @@ def make_settings(cfg: Any, folder: Path) -> Any:
         "schedule": replace(cfg.schedule, warmup_steps=None),
         "sampler": replace(cfg.sampler, offload=False),
         "inference": replace(inference, engine=engine, updater=updater, replicas=1, per_replica={}, sleep=False),
-        "eval": replace(cfg.eval, every=1, sets=small_sets, background=None),
+        "eval": replace(cfg.eval, every=1, sets=small_sets),
         "check": replace(cfg.check, mode="off", own=[]),
         "checkpoint": replace(cfg.checkpoint, every=1),
         "log": replace(cfg.log, loggers=[name for name in cfg.log.loggers if name in LOCAL_LOGGERS], logger_kwargs={}),

@@ -34,14 +34,6 @@ class EvalSetConfig:
 
 
 @dataclass
-class BackgroundConfig:
-    """Evaluation in a separate process, which loads the saved model while training continues."""
-
-    device: str | None = None  # device of that process; null: model.device
-    timeout: float = 3600.0  # seconds for one evaluation
-
-
-@dataclass
 class EvalConfig:
     """Evaluation on held-out prompts."""
 
@@ -52,12 +44,8 @@ class EvalConfig:
     ks: list[int] = field(default_factory=list)  # values of k for pass@k and maj@k, at most num_samples
     rewards: bool = False  # also score with each reward function of training, as eval/<function>/*
     sets: dict[str, Any] = field(default_factory=dict)  # further sets: {hard: {source: hard.jsonl, size: 100}}
-    background: Any = None  # evaluate in another process while training continues: {device: cuda:1, timeout: 3600}
 
     def __post_init__(self):
-        self.background = parse_section(BackgroundConfig, self.background, "eval.background")
-        if self.background is not None and not self.background.timeout > 0:
-            raise ValueError(f"eval.background.timeout={self.background.timeout} must be above 0 s")
         check_ks(self.ks, self.num_samples)
         self.sets = {name: self._parse_set(name, values) for name, values in self.sets.items()}
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_rloo.cli.config import LogConfig, TrainConfig
+from torchrl_rloo.cli.config import LogConfig
 from torchrl_rloo.cli.eval_config import EvalSetConfig, check_set_names
-from torchrl_rloo.cli.recipe import import_recipe
 from torchrl_rloo.cli.rloo_config import RLOOConfig
-from torchrl_rloo.cli.sampling_config import CollectorConfig, InferenceConfig, SamplerConfig
 from torchrl_rloo.cli.schema import non_null_fields
 from torchrl_rloo.data import PromptDataset
 from torchrl_rloo.diagnostics import Evaluation, EvaluationResult, name_scorers, write_evaluation_transcripts
@@ -22,9 +19,6 @@ from torchrl_rloo.envs.transforms import RewardTransform
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.rewards import load_reward, reward_name
 from torchrl_rloo.run import Run
-
-FOLDER = "evaluations"  # folder in a run's directory of what a background process evaluated
-_UNUSED = {"inference": InferenceConfig, "collector": CollectorConfig, "sampler": SamplerConfig}
 
 
 class EvalSet(NamedTuple):
@@ -166,31 +160,6 @@ def log_evaluation(run: Run, step: int, results: dict[str, EvaluationResult], lo
         if log.samples:
             page = f"transcripts/{_page(name, step)}" if log.transcripts else None
             run.log_table(f"held-out completions{_of(name)}", result.table(log.samples, page=page), step=step)
-
-
-def background_settings(cfg: RLOOConfig, config: type, device: str) -> dict[str, Any]:
-    """Return the settings of the process that evaluates in the background, where Transformers samples on one device.
-
-    Args:
-        cfg: settings of the run.
-        config: class of settings, which may have fewer than ``cfg``.
-        device: device of training, unless the settings name another.
-    """
-    train = cfg.train
-    return {f.name: getattr(cfg, f.name) for f in fields(config)} | {
-        "model": replace(cfg.model, device=cfg.eval.background.device or device),
-        "train": TrainConfig(precision=train.precision, float32_head=train.float32_head),
-        "reward": cfg.reward,
-        "log": replace(cfg.log, loggers=[], logger_kwargs={}),
-        "resume": "never",
-        **{name: kind() for name, kind in _UNUSED.items()},
-    }
-
-
-def load_evaluate(recipe: str, settings: Mapping[str, Any]) -> Callable[[Path, int], dict[str, EvaluationResult]]:
-    """Import a recipe, and return what its ``make_evaluate`` does with settings."""
-    module = import_recipe(Path(recipe), "recipe_in_background")
-    return module.make_evaluate(module.Config(**settings))
 
 
 def _of(name: str) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchrl_rloo.cli import bundle as bundles
 from torchrl_rloo.cli import rescore as stored
 from torchrl_rloo.cli.commands import COMMANDS, EXAMPLES
 from torchrl_rloo.cli.watch import add_watch_options, watch
@@ -177,10 +176,8 @@ def plan(
     ranks: int,
     gpu_memory: float | None,
     prompt_tokens: int | None,
-    cluster: bool = False,
-    picture: str | None = None,
 ) -> None:
-    """Print the memory of a run with these settings, or a plan of its cluster.
+    """Print the memory of a run with these settings.
 
     Args:
         recipe: name in :data:`RECIPES`, or path of a file.
@@ -188,10 +185,7 @@ def plan(
         ranks: number of processes that train one model together.
         gpu_memory: memory of each rank's GPU in GiB. None takes that of the GPU at hand.
         prompt_tokens: tokens of the longest prompt. None takes ``data.max_prompt_length``.
-        cluster: whether to simulate a cluster, of which ``cluster.*`` are settings, instead.
-        picture: PNG file of the cluster's timeline. None draws none.
     """
-    from torchrl_rloo.cli.cluster_options import parse_cluster
     from torchrl_rloo.cli.plan import load_recipe, print_plan
     from torchrl_rloo.cli.recipe import PROGRAM, error_line, parse_args
 
@@ -199,16 +193,9 @@ def plan(
     file, config = recipe_file(recipe), None
     PROGRAM.set(f"torchrl-rloo plan {recipe}")
     try:
-        if picture is not None and not cluster:
-            raise ValueError(f"--picture {picture} requires --cluster")
-        options, settings = parse_cluster(settings) if cluster else (None, settings)
         arguments = [*RECIPES.get(recipe, ("",))[1:], *settings]
         config = load_recipe(file).Config
         cfg = parse_args(config, file, None, arguments)
-        if options is not None:
-            from torchrl_rloo.cli.plan_cluster import print_cluster
-
-            return print_cluster(cfg, options, prompt_tokens=prompt_tokens, picture=picture)
         print_plan(cfg, ranks=ranks, gpu_memory=gpu_memory, prompt_tokens=prompt_tokens)
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         _fail(error_line(error, config))
@@ -303,15 +290,9 @@ def _parser() -> argparse.ArgumentParser:
     made["plan"].add_argument(
         "--prompt-tokens", type=int, metavar="N", help="longest prompt; default: data.max_prompt_length, else 512"
     )
-    made["plan"].add_argument(
-        "--cluster", action="store_true", help="simulate engines and trainer on many GPUs; settings: cluster.*=value"
-    )
-    made["plan"].add_argument("--picture", metavar="FILE", help="PNG file of the cluster's timeline")
     # Options of commands on stored rows
     stored.add_rescore_arguments(made["rescore"])
     stored.add_replay_arguments(made["replay"])
-    bundles.add_bundle_arguments(made["bundle"])
-    bundles.add_verify_arguments(made["verify"])
     add_watch_options(made["watch"])
     # Options of the sampling server
     server = made["serve"]
@@ -359,8 +340,6 @@ def _in_one_line(command: Callable[..., None]) -> Callable[..., None]:
 STORED = {
     "rescore": _in_one_line(stored.rescore),
     "replay": _in_one_line(stored.replay),
-    "bundle": _in_one_line(bundles.bundle),
-    "verify": _in_one_line(bundles.verify),
 }
 
 

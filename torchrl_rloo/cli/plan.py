@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ _TRAIN = (
     "load_shards",
     "reduce",
     "precision",
-    "float32_head",
     "offload",
 )
 _TITLES = {"none": "padded", "packed": "packed", "shared_prefix": "shared prefix"}
@@ -42,7 +40,7 @@ def load_recipe(file: Path) -> Any:
 
 
 def print_plan(cfg: Any, *, ranks: int = 1, gpu_memory: float | None = None, prompt_tokens: int | None = None) -> None:
-    """Print the memory of a run, whether it fits, and which single change of a setting would make it fit.
+    """Print the memory of a run, and whether it fits.
 
     Args:
         cfg: settings of the recipe.
@@ -54,15 +52,16 @@ def print_plan(cfg: Any, *, ranks: int = 1, gpu_memory: float | None = None, pro
         ValueError: if a setting is out of range.
         FileNotFoundError: if the model's configuration is missing.
     """
-    from torchrl_rloo.diagnostics import advise, plan_memory
+    from torchrl_rloo.diagnostics import plan_memory, read_shape
 
     # Describe the model and the run
-    model = load_fake_model(cfg)
-    settings, notes = memory_settings(cfg, model, ranks, gpu_memory, prompt_tokens)
+    config = model_config(cfg)
+    model = read_shape(config, cfg.lora)
+    settings, notes = memory_settings(cfg, config, ranks, gpu_memory, prompt_tokens)
     plan = plan_memory(model, settings)
     print(_heading(cfg, model, settings), *notes, sep="\n")
-    # Print the tables and the verdict
-    print(f"\n{_phase_table(plan)}\n\n{_pass_table(model, settings)}")
+    # Print the table and the verdict
+    print(f"\n{_phase_table(plan)}")
     if (engine := _engine_line(cfg, model, settings)) is not None:
         print(f"\n{engine}")
     limit = settings.device_bytes
@@ -71,25 +70,6 @@ def print_plan(cfg: Any, *, ranks: int = 1, gpu_memory: float | None = None, pro
         return
     verdict = "fits" if plan.fits else "does not fit"
     print(f"\n{verdict}: {_gib(plan.peak)} of {_gib(limit)} GiB, in phase {plan.peak_phase}")
-    # Look for a single change
-    if not plan.fits:
-        known = known_settings(type(cfg))
-        sleeps = "inference.sleep=true" if cfg.inference.engine is not None else None
-        found = advise(model, settings, engine_setting=sleeps, has_adapter=cfg.lora is not None)
-        print(_advice_table([a for a in found if a.change.setting.startswith("--") or _name(a) in known]))
-
-
-def load_fake_model(cfg: Any) -> Any:
-    """Return the shapes of the model that a recipe's settings name.
-
-    Raises:
-        FileNotFoundError: if there is no such configuration.
-    """
-    from torchrl_rloo.data.dtypes import parse_dtype
-    from torchrl_rloo.diagnostics import FakeModel
-
-    options = {name: cfg.model.kwargs[name] for name in ("attn_implementation",) if name in cfg.model.kwargs}
-    return FakeModel(model_config(cfg), parse_dtype(cfg.model.dtype), lora=cfg.lora, **options)
 
 
 def model_config(cfg: Any) -> Any:
@@ -123,7 +103,7 @@ def model_config(cfg: Any) -> Any:
 
 
 def memory_settings(
-    cfg: Any, model: Any, ranks: int, gpu_memory: float | None, prompt_tokens: int | None
+    cfg: Any, config: Any, ranks: int, gpu_memory: float | None, prompt_tokens: int | None
 ) -> tuple[Any, list[str]]:
     """Return the settings that decide the memory of a run, and lines about what was assumed.
 
@@ -143,7 +123,7 @@ def memory_settings(
         if (getattr(cfg.train, name, None) or 1) != 1:
             raise ValueError(f"train.{name}={getattr(cfg.train, name)} cannot be planned; plan without it")
     # Find the longest row, and the device
-    lengths, notes = _lengths(cfg, model.config, prompt_tokens)
+    lengths, notes = _lengths(cfg, config, prompt_tokens)
     device_bytes = None if gpu_memory is None else round(gpu_memory * GIB)
     device = "cpu" if gpu_memory is None and cfg.model.device == "cpu" else "cuda"
     if device == "cuda" and device_bytes is None:
@@ -165,7 +145,8 @@ def memory_settings(
         optimizer_kwargs=getattr(cfg.optimizer, "kwargs", {}),
         reference=cfg.lora is None and _has_reference(cfg),
         copy_dtype=None if cfg.sampler.share_weights else cfg.sampler.dtype or cfg.model.dtype,
-        sampling=_sampling(cfg),
+        sampled_lines=_sampled_lines(cfg),
+        cache_dtype=cfg.sampler.dtype or cfg.model.dtype,
         engine_bytes=_engine_bytes(cfg, device, device_bytes),
         engine_sleeps=cfg.inference.sleep,
         device=device,
@@ -208,17 +189,13 @@ def _has_reference(cfg: Any) -> bool:
     return make_method(cfg.algorithm, kl=non_null_fields(cfg.kl), **plan).kl is not None
 
 
-def _sampling(cfg: Any) -> Any:
-    """Return the sampling by the Transformers model: of training or of evaluation, the one with more lines."""
-    from torchrl_rloo.data.dtypes import parse_dtype
-    from torchrl_rloo.diagnostics import Sampling
-
+def _sampled_lines(cfg: Any) -> int:
+    """Return the lines that Transformers samples at the same time, in training or in evaluation; 0 with an engine."""
     if cfg.inference.engine is not None:
-        return None
-    prompts = max(cfg.plan.prompts_per_step, min(cfg.eval.batch_size, cfg.data.eval_size))
-    lines = max(cfg.plan.prompts_per_step * cfg.plan.num_generations, prompts)
-    lines = min(lines, cfg.collector.max_batch_size or lines)
-    return Sampling(lines, min(lines, prompts), parse_dtype(cfg.sampler.dtype or cfg.model.dtype).itemsize)
+        return 0
+    evaluated = min(cfg.eval.batch_size, cfg.data.eval_size)
+    lines = max(cfg.plan.prompts_per_step * cfg.plan.num_generations, evaluated)
+    return min(lines, cfg.collector.max_batch_size or lines)
 
 
 def _engine_bytes(cfg: Any, device: str, device_bytes: int | None) -> int:
@@ -239,9 +216,9 @@ def _engine_line(cfg: Any, model: Any, settings: Any) -> str | None:
     # Split weights and cache over the engine's GPUs
     share, size = engine.get("gpu_memory_utilization", VLLM_SHARE), engine.get("tensor_parallel_size", 1)
     item = 2 if engine.get("dtype") in (None, "auto") else parse_dtype(engine["dtype"]).itemsize
-    weights = sum(w.numel for w in model.weights) * item / size
+    weights = model.numel * item / size
     left = share * settings.device_bytes - weights
-    rows = max(0, int(left / (model.kv_elements * item / size * settings.row_tokens)))
+    rows = max(0, int(left / (2 * model.layers * model.key * item / size * settings.row_tokens)))
     place = f"GPUs {engine['devices']}" if engine.get("devices") is not None else "the GPU that trains"
     line = f"engine on {place}: {_gib(share * settings.device_bytes)} GiB each, of which weights {_gib(weights)}"
     return f"{line} and a cache for {rows} full rows" if rows else f"{line}: no room for a cache of one full row"
@@ -250,14 +227,13 @@ def _engine_line(cfg: Any, model: Any, settings: Any) -> str | None:
 def _heading(cfg: Any, model: Any, settings: Any) -> str:
     from torchrl_rloo.diagnostics.plan import count
 
-    number, trained = (sum(w.numel for w in model.weights if w.trained or not only) for only in (False, True))
     ranks = "1 rank" if settings.ranks == 1 else f"{settings.ranks} ranks, {settings.parallel}"
-    work = settings.work
     return (
-        f"{cfg.model.name}: {number:,} parameters, {trained:,} trained, on {ranks} ({settings.device})\n"
+        f"{cfg.model.name}: {model.numel:,} parameters, {model.trained:,} trained, on {ranks} ({settings.device})\n"
         f"rows of up to {settings.row_tokens:,} tokens, {settings.prompt_tokens:,} of the prompt; "
-        f"{settings.rows:,} in a minibatch\nlargest pass: {work.rows} rows, {work.tokens:,} positions, "
-        f"{_TITLES[work.packing]}; {count(settings.passes, 'pass', 'passes')} of a rank in an optimizer step"
+        f"{settings.rows:,} in a minibatch\nlargest pass: {settings.pass_rows} rows, "
+        f"{settings.pass_tokens:,} positions, {_TITLES[settings.packing]}; "
+        f"{count(settings.passes, 'pass', 'passes')} of a rank in an optimizer step"
     )
 
 
@@ -267,29 +243,6 @@ def _phase_table(plan: Any) -> str:
     rows = [["GiB on a rank", *plan.phases]]
     rows += [[name, *(_gib(parts[name]) if name in parts else "" for parts in plan.phases.values())] for name in names]
     rows.append(["sum", *(_gib(sum(parts.values())) for parts in plan.phases.values())])
-    return _table(rows)
-
-
-def _pass_table(model: Any, settings: Any) -> str:
-    """Return the activations of the largest pass in each layout, kept and recomputed."""
-    from torchrl_rloo.diagnostics import plan_memory
-
-    rows = [["activations of a pass, GiB", "kept", "recomputed"]]
-    for packing, title in _TITLES.items():
-        cells = []
-        for recomputed in (False, True):
-            changed = replace(settings, packing=packing, gradient_checkpointing=recomputed)
-            cells.append(_gib(plan_memory(model, changed).phases["train"]["activations"]))
-        rows.append([title, *cells])
-    return _table(rows)
-
-
-def _advice_table(found: Sequence[Any]) -> str:
-    """Return the changes that fit, or the largest savings if none does."""
-    fitting = [advice for advice in found if advice.plan.fits]
-    title = "each of these changes makes it fit" if fitting else "no single change makes it fit; the largest savings"
-    rows = [[title, "GiB", "price"]]
-    rows += [[a.change.setting, _gib(a.plan.peak), a.change.price] for a in fitting or found[:3]]
     return _table(rows)
 
 
@@ -307,10 +260,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _is_number(cell: str) -> bool:
     return cell.replace(".", "").isdigit()
-
-
-def _name(advice: Any) -> str:
-    return advice.change.setting.partition("=")[0]
 
 
 def _gib(size: float) -> str:

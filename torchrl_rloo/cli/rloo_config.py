@@ -51,6 +51,6 @@ class RLOOConfig(c.RunConfig):
         if s.is_on_ray(self.inference) and not self.on_cluster:
             raise ValueError("inference.engine=RayEngine requires a cluster; use rloo_async")
         check_stored(self)
-        c.check_reference(self.reference, self.kl, lora=self.lora, background=self.eval.background)
+        c.check_reference(self.reference, self.kl, lora=self.lora)
         c.check_clip_range(self.reward, self.advantage)
         c.check_trained_weights(self.model, self.train, self.lora)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torchrl_rloo.cli.sampling_config import CollectorConfig
@@ -16,8 +16,6 @@ class RolloutsConfig:
     max_gb: float | None = None  # disk space of kept rows in GB, beyond which the oldest go; null: no limit
     train: bool = True  # false: only collect and keep rows
     source: str | None = None  # folder of stored rows to train on, without sampling; null: sample
-    bundles: list[int] = field(default_factory=list)  # steps whose bundle is written to output_dir/bundles
-    bundle_weights: bool = False  # also save the weights before these steps, for torchrl-rloo verify --model
 
     def __post_init__(self):
         if self.max_gb is not None and self.path is None:
@@ -26,16 +24,10 @@ class RolloutsConfig:
             raise ValueError(f"rollouts.max_gb={self.max_gb} must be above 0")
         if not self.train and self.path is None:
             raise ValueError("rollouts.train=false requires rollouts.path, a folder for the rows; set that")
-        if not self.train and self.bundles:
-            raise ValueError(f"rollouts.bundles={self.bundles} requires training; set rollouts.train=true")
         if self.source is not None and self.path is not None:
             raise ValueError(
                 f"rollouts.path={self.path} would store rows of rollouts.source={self.source} again; set one of them"
             )
-        if self.bundle_weights and not self.bundles:
-            raise ValueError("rollouts.bundle_weights=true has no effect without rollouts.bundles; name the steps")
-        if wrong := [step for step in self.bundles if step < 1]:
-            raise ValueError(f"rollouts.bundles={self.bundles}: {wrong[0]} must be a step of at least 1")
 
     @property
     def max_bytes(self) -> int | None:
@@ -44,16 +36,11 @@ class RolloutsConfig:
 
 
 def check_stored(cfg: Any) -> None:
-    """Raise ``ValueError`` if ranks cannot write bundles, or a setting of sampling has no effect on stored rows.
+    """Raise ``ValueError`` if a setting of sampling has no effect on stored rows.
 
     Args:
         cfg: settings of RLOO training.
     """
-    if cfg.rollouts.bundles and cfg.train.parallel != "none":
-        raise ValueError(
-            f"rollouts.bundles={cfg.rollouts.bundles} are of one process and cannot be combined with "
-            f"train.parallel={cfg.train.parallel}; set it to none, or use torchrl-rloo bundle"
-        )
     if cfg.rollouts.source is None:
         return
     given = f"with rollouts.source={cfg.rollouts.source}"

@@ -1,25 +1,11 @@
 """Plans, metrics, evaluation and reports of a run."""
 
-from torchrl_rloo.diagnostics.bundle import Bundle, BundleError, make_bundle, read_bundle, write_bundle
-from torchrl_rloo.diagnostics.bundle_verify import Verification, verify_bundle
 from torchrl_rloo.diagnostics.calibration import Calibration, calibrate, plot_calibration, write_calibration
-from torchrl_rloo.diagnostics.cluster_engine import EngineSpeed, linear_rate, table_rate
-from torchrl_rloo.diagnostics.cluster_hardware import GPUS, Efficiency, ModelCost, engine_speed, train_rate
-from torchrl_rloo.diagnostics.cluster_load import Distribution, Load
-from torchrl_rloo.diagnostics.cluster_picture import plot_cluster
-from torchrl_rloo.diagnostics.cluster_runner import ProcessCosts
-from torchrl_rloo.diagnostics.cluster_simulation import ClusterResult, ClusterSettings, Mode, compare_modes, simulate
-from torchrl_rloo.diagnostics.cluster_split import advise_cluster, search_split
 from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison
 from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table, name_scorers
-from torchrl_rloo.diagnostics.evaluation_process import EvaluationProcess
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
-from torchrl_rloo.diagnostics.fake_model import FakeModel
 from torchrl_rloo.diagnostics.health import make_health
-from torchrl_rloo.diagnostics.memory_advice import advise
-from torchrl_rloo.diagnostics.memory_plan import MemoryPlan, plan_memory
-from torchrl_rloo.diagnostics.memory_settings import MemorySettings, Sampling
-from torchrl_rloo.diagnostics.memory_shapes import Pass
+from torchrl_rloo.diagnostics.memory import MemoryPlan, MemorySettings, plan_memory, read_shape
 from torchrl_rloo.diagnostics.metrics import DEFINITIONS, completion_metrics, staleness_metrics
 from torchrl_rloo.diagnostics.parity import ParityProbe, ParityReport, advice, parity_metrics
 from torchrl_rloo.diagnostics.plan import TrainingPlan
@@ -47,80 +33,50 @@ from torchrl_rloo.diagnostics.watch_page import write_live_page
 from torchrl_rloo.rewards.matching import final_answer
 
 __all__ = [
-    "Bundle",
-    "BundleError",
     "Calibration",
-    "ClusterResult",
-    "ClusterSettings",
     "Comparison",
     "DEFINITIONS",
-    "Distribution",
-    "Efficiency",
-    "EngineSpeed",
     "EvaluatedSample",
     "Evaluation",
-    "EvaluationProcess",
     "EvaluationResult",
     "EvaluationSettings",
-    "FakeModel",
-    "GPUS",
-    "Load",
     "MemoryPlan",
     "MemorySettings",
-    "Mode",
-    "ModelCost",
     "ParityProbe",
     "ParityReport",
-    "Pass",
-    "ProcessCosts",
     "ReplayedRows",
     "Rescorer",
     "RewardComparison",
-    "Sampling",
     "TrainingPlan",
-    "Verification",
     "WaitRow",
     "WaitSummary",
     "advice",
     "LiveServer",
-    "advise",
-    "advise_cluster",
     "calibrate",
     "check_engine",
     "check_parity",
     "choose_step",
     "compare",
-    "compare_modes",
     "compare_rewards",
     "completion_metrics",
     "completion_table",
-    "engine_speed",
     "final_answer",
     "join_entries",
     "limiting_sentence",
-    "linear_rate",
-    "make_bundle",
     "make_health",
     "name_scorers",
     "parity_metrics",
     "plan_memory",
     "plot_calibration",
-    "plot_cluster",
     "plot_comparison",
     "plot_curves",
-    "read_bundle",
+    "read_shape",
     "replay_groups",
     "rescore",
     "plot_timeline",
-    "search_split",
     "self_test",
-    "simulate",
     "summarize_waits",
     "staleness_metrics",
-    "table_rate",
-    "train_rate",
-    "verify_bundle",
-    "write_bundle",
     "waiting_rows",
     "waiting_table",
     "write_calibration",

@@ -28,8 +28,6 @@ IGNORED_SETTINGS = (
     "train.load_shards",
     "rollouts.path",
     "rollouts.max_gb",
-    "rollouts.bundles",
-    "rollouts.bundle_weights",
 )  # may differ: they do not change results, or health.jsonl records what they did
 _RANKS = ("parallel", "shard_size", "reduce", "tensor_parallel", "context_parallel", "offload")  # these change rounding
 EXTENDABLE = (  # may differ with "extend"
