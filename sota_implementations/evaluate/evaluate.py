@@ -99,7 +99,7 @@ from torchrl_rloo.modules import (
 )
 from torchrl_rloo.rewards import load_reward
 from torchrl_rloo.run.checkpoint import Checkpointer
-from torchrl_rloo.run.state import restore_state
+from torchrl_rloo.run.shards import restore_state
 
 
 def main(cfg: Config) -> None:
