@@ -21,9 +21,8 @@ from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import AsyncVLLMEngine, EnginePool, RayEngine, Request, Supervisor, TransformersEngine
 from torchrl_rloo.engines.ray_client import RayEngineClient
 from torchrl_rloo.weight_update import Direct, ObjectStore, WeightPublisher, WeightSyncError
-from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.object_store import ObjectStoreReceiver, ObjectStoreRelay
-from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size
+from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, xxh3
 
 pytestmark = pytest.mark.xdist_group(RAY_GROUP)
 

@@ -18,7 +18,7 @@ from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.runtime.event_loop import EventLoop
 from torchrl_rloo.runtime.loop_call import LoopCall
-from torchrl_rloo.weight_update.base import WeightUpdater
+from torchrl_rloo.weight_update import WeightUpdater
 
 
 class CollectionProgress(NamedTuple):

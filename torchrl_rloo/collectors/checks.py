@@ -13,7 +13,7 @@ from torchrl_rloo.collectors.conversation import ON_FAILURE
 from torchrl_rloo.collectors.staleness import ON_STALE
 from torchrl_rloo.envs.stepping import transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
-from torchrl_rloo.weight_update.base import WeightUpdater
+from torchrl_rloo.weight_update import WeightUpdater
 
 _MINIMA = {"ahead": 0, "max_staleness": 0}  # 1 for all other numbers
 _CHOICES = {"on_stale": ON_STALE, "on_failure": ON_FAILURE}

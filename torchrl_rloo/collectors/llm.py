@@ -35,7 +35,7 @@ from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.runtime.event_loop import EventLoop
 from torchrl_rloo.runtime.loop_call import LoopCall
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
-from torchrl_rloo.weight_update.base import WeightUpdater
+from torchrl_rloo.weight_update import WeightUpdater
 
 _PROGRESS_PERIOD_S = 0.2
 

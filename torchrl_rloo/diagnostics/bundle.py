@@ -34,7 +34,7 @@ from torchrl_rloo.replay.row_format import decode_index, decode_rows, encode_row
 from torchrl_rloo.runtime.files import atomic_write, make_folder
 from torchrl_rloo.training.accumulate import accumulate
 from torchrl_rloo.training.optimizer import gradient_norm
-from torchrl_rloo.weight_update.checksums import xxh3
+from torchrl_rloo.weight_update.protocol import xxh3
 
 VERSION = 1
 _PARTS = {  # entries of a bundle's content and their types

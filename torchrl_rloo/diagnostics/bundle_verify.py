@@ -22,7 +22,7 @@ from torchrl_rloo.objectives.presets import ADVANTAGE_KEYS, LOSS_KEYS
 from torchrl_rloo.objectives.rloo import RLOOLoss
 from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.rewards.registry import RewardSpec
-from torchrl_rloo.weight_update.checksums import xxh3
+from torchrl_rloo.weight_update.protocol import xxh3
 
 SAFE_REWARDS = ("accuracy", "boxed_accuracy", "exact_match", "multiple_choice", "numeric_match", "think_format")
 _PLACE = "place"  # entry of a copied row: its index

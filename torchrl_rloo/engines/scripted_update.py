@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from torchrl_rloo.engines.base import AsyncEngine, EngineError, EngineTimeoutError
 from torchrl_rloo.engines.base import WeightStep as Step
-from torchrl_rloo.weight_update.open_update import OpenUpdate, StaleStepError, require_open
-from torchrl_rloo.weight_update.protocol import read_manifest
+from torchrl_rloo.weight_update.protocol import OpenUpdate, StaleStepError, read_manifest, require_open
 from torchrl_rloo.weight_update.transport import DirectReceiver
 
 

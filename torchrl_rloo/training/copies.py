@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchrl_rloo.runtime.ranks import Ranks
-from torchrl_rloo.weight_update.checksums import device_sum
+from torchrl_rloo.weight_update.protocol import device_sum
 from torchrl_rloo.weight_update.shards import reshard
 
 
