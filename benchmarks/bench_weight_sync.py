@@ -1,21 +1,19 @@
 """Time that new weights take to reach engines, and that engines stand still for them.
 
-    python benchmarks/bench_weight_sync.py [--transports direct shared_memory collective files] [--layers 12]
-    python benchmarks/bench_weight_sync.py --transports shared_memory --engines 2 --orders rolling barrier pause_first
+    python benchmarks/bench_weight_sync.py [--transports direct shared_memory files] [--layers 12]
+    python benchmarks/bench_weight_sync.py --transports shared_memory --engines 2 --orders rolling barrier
 
 A ``WeightPublisher`` sends the weights of a random float32 model. The transport ``direct`` passes them by reference to
 a ``VLLMEngine``. The others send them to one or more ``AsyncVLLMEngine`` in child processes. Orders of a push:
 
 - rolling: stage while engines sample, then pause and load one engine after the other
 - barrier: stage while engines sample, then pause and load all engines together
-- pause_first: pause all engines, then gather, send and load
 
 Each transport and its copy are measured in a separate process. After the last push, the engines' log-probs are compared
 with the model's. Ends with one line of JSON.
 
 ``--ranks 2 4`` measures the private memory that the ranks of a sharded model take for a push, without an engine that
-loads. Memory in shared files is not private. ``--packing`` compares broadcasts of tensors and of buckets to one process
-over gloo.
+loads. Memory in shared files is not private.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from time import perf_counter
 from typing import Any
 
 from common import print_result, print_table, qwen2, run_python, word_tokenizer
-from weight_transfers import packing_rows, sharded_rows
+from weight_transfers import sharded_rows
 
-TRANSPORTS = ("direct", "shared_memory", "collective", "files")
-ORDERS = ("rolling", "barrier", "pause_first")
+TRANSPORTS = ("direct", "shared_memory", "files")
+ORDERS = ("rolling", "barrier")
 PROMPT = tuple(range(10, 74))
 
 
@@ -76,20 +74,13 @@ def measure(directory: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 def make_publisher(model: Any, engines: list[Any], order: str, transport: Any, args: argparse.Namespace) -> Any:
     from torchrl_rloo.weight_update import WeightPublisher
 
-    class PauseFirst(WeightPublisher):
-        """Publisher that pauses engines before it gathers the weights."""
-
-        def _add_connect(self, session: Any, snapshot: Any) -> None:
-            session.add_pause(self.in_flight)
-            super()._add_connect(session, snapshot)
-
-    return (PauseFirst if order == "pause_first" else WeightPublisher)(
+    return WeightPublisher(
         model,
         engines,
         transport=transport,
         bucket_bytes=args.bucket_mib << 20,
         staged=not args.streamed,
-        commit="rolling" if order == "rolling" else "barrier",
+        commit=order,
         checksum=args.checksum,
         verify_every=args.verify_every,
     )
@@ -107,13 +98,9 @@ def make_engine(transport: str, directory: str) -> Any:
 
 
 def make_transport(transport: str, folder: str) -> Any:
-    from torchrl_rloo.weight_update.collective import Collective
-    from torchrl_rloo.weight_update.files import Files
-    from torchrl_rloo.weight_update.shared_memory import SharedMemory
-    from torchrl_rloo.weight_update.transport import Direct
+    from torchrl_rloo.weight_update import Direct, Files, SharedMemory
 
-    makers = {"direct": Direct, "shared_memory": SharedMemory, "collective": Collective, "files": lambda: Files(folder)}
-    return makers[transport]()
+    return {"direct": Direct, "shared_memory": SharedMemory, "files": lambda: Files(folder)}[transport]()
 
 
 def scale_weights(model: Any, factor: float) -> None:
@@ -175,7 +162,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--verify-every", type=int, default=1, help="number of pushes of which one carries checksums")
     parser.add_argument("--streamed", action="store_true", help="load each bucket as it arrives, not all at the end")
     parser.add_argument("--ranks", nargs="+", type=int, help="numbers of ranks to shard the model over, without vLLM")
-    parser.add_argument("--packing", action="store_true", help="compare broadcasts of buckets and of tensors instead")
     parser.add_argument("--measure", metavar="DIRECTORY", help=argparse.SUPPRESS)  # used in the separate process
     return parser.parse_args()
 
@@ -185,9 +171,9 @@ def main() -> None:
     if args.measure:
         print_result({"rows": measure(args.measure, args)})
         return
-    if args.ranks or args.packing:
-        rows = packing_rows(args) if args.packing else sharded_rows(args)
-        print_table("broadcasts:" if args.packing else "pushes of a sharded model:", rows)
+    if args.ranks:
+        rows = sharded_rows(args)
+        print_table("pushes of a sharded model:", rows)
         print_result({"benchmark": "weight_transfers", "rows": rows})
         return
     with tempfile.TemporaryDirectory() as directory:

@@ -1,6 +1,6 @@
-"""Parts of a weight update without an engine: memory of sharded ranks, and packed broadcasts.
+"""Weight updates from sharded ranks without an engine that loads: their memory and time.
 
-``bench_weight_sync.py`` runs this file once for each rank and as the receiver of broadcasts.
+``bench_weight_sync.py`` runs this file once for each rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ def sharded_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for size in args.ranks:
         for transport in args.transports:
-            if transport == "collective":  # needs workers that join; it gathers as by reference
-                continue
             with tempfile.TemporaryDirectory() as folder:
                 options = [str(getattr(args, name)) for name in ARGUMENTS]
-                command = [sys.executable, __file__, "rank", transport, folder, *options]
+                command = [sys.executable, __file__, transport, folder, *options]
                 environments = [os.environ | {"RANK": str(r), "WORLD_SIZE": str(size)} for r in range(size)]
                 ranks = [subprocess.Popen([*command, str(r)], env=e) for r, e in enumerate(environments)]
                 if any([rank.wait() for rank in ranks]):
@@ -122,62 +120,5 @@ def _private_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
-def packing_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Broadcast all tensors of a model over gloo to another process, tensor by tensor and packed."""
-    import torch
-    from bench_weight_sync import build
-
-    from torchrl_rloo.weight_update import Collective, WeightSource
-    from torchrl_rloo.weight_update.protocol import packed_size, plan_buckets
-
-    torch.set_num_threads(1)
-    source = WeightSource(build(args.layers, args.width, args.vocabulary)[0])
-    manifest, rows = source.manifest(), []
-    for name, limit in (("tensor by tensor", 1), ("packed", args.bucket_mib * MIB)):
-        buckets = plan_buckets(manifest, limit)
-        transport, sizes = Collective(), [packed_size(manifest[a:b]) for a, b in buckets]
-        link = transport.connect(1, 60.0)
-        plan = json.dumps([link.options, [list(i) for i in manifest], buckets, args.pushes])
-        receiver = subprocess.Popen([sys.executable, __file__, "receive", plan], stdout=subprocess.PIPE, text=True)
-        link.joined()
-        times = []
-        for _ in range(args.pushes):
-            storage, began = transport.store(1, sizes, True), time.perf_counter()
-            for number, (first, last) in enumerate(buckets):
-                storage.put(number, manifest[first:last], source.tensors(first, last))
-                link.send(storage.get(number))
-            receiver.stdout.readline()  # it has all tensors
-            times.append(time.perf_counter() - began)
-            transport.release(storage, reusable=True)
-        receiver.wait()
-        link.close()
-        megabytes = sum(i.nbytes for i in manifest) / 1e6
-        seconds = median(times[1:])
-        rows.append({"broadcast": name, "messages": len(buckets), "MB": megabytes, "s": seconds})
-        rows[-1]["MB/s"] = megabytes / seconds
-    return rows
-
-
-def receive(plan: str) -> None:
-    """Receive all buckets of each push, and print a line for each push."""
-    import torch
-
-    from torchrl_rloo.weight_update.collective import CollectiveReceiver
-    from torchrl_rloo.weight_update.protocol import TensorInfo
-
-    torch.set_num_threads(1)
-    options, manifest, buckets, pushes = json.loads(plan)
-    infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in manifest]
-    receiver = CollectiveReceiver(options, torch.device("cpu"), 0)
-    for _ in range(pushes):
-        for first, last in buckets:
-            receiver.receive(infos[first:last], {})
-        print("received", flush=True)
-    receiver.close()
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "rank":
-        run_rank(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))
-    else:
-        receive(sys.argv[2])
+    run_rank(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -26,7 +26,7 @@ from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.weight_update import Collective, WeightPublisher, WeightSyncError
+from torchrl_rloo.weight_update import WeightPublisher, WeightSyncError
 
 
 def collector():
@@ -38,13 +38,6 @@ def collector():
     collector = LLMCollector(env, policy, ahead=24)
     print(len(collector.collect()), len(collector.ledger.groups))
     return collector  # alive at the exit
-
-
-def collective():
-    transport = Collective()
-    link = transport.connect(1, 300.0)  # nobody joins
-    print("waiting")
-    return link
 
 
 def engine():
@@ -120,7 +113,7 @@ def sleeps():
     return alive
 
 
-for case in (collector, collective, engine, raises, exits, catches, interrupted, interrupted_idle, sleeps):
+for case in (collector, engine, raises, exits, catches, interrupted, interrupted_idle, sleeps):
     sys.stdout.flush()
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -143,9 +136,7 @@ def exits() -> dict[str, tuple[int, str]]:
     return {name: (code, output) for name, code, output in lines}
 
 
-@pytest.mark.parametrize(
-    ("case", "printed"), [("collector", "4 25"), ("collective", "waiting"), ("engine", "failed in time")]
-)
+@pytest.mark.parametrize(("case", "printed"), [("collector", "4 25"), ("engine", "failed in time")])
 def test_a_script_ends_in_the_middle_of(case: str, printed: str, exits: dict[str, tuple[int, str]]) -> None:
     code, output = exits[case]
     assert code == 0 and printed in output.splitlines(), output

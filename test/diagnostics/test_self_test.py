@@ -12,7 +12,7 @@ from torchrl_rloo.diagnostics.self_test import self_test
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import Engine, EngineError
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightSyncError, WeightUpdater
+from torchrl_rloo.weight_update import InProcessWeightUpdater, WeightSyncError, WeightUpdater
 from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 

@@ -21,7 +21,7 @@ from torchrl_rloo.engines.routers import LeastLoaded, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.supervisor import Supervisor
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update import WeightSyncError
 
 REQUESTS = [Request([1, 2], limit=8, seed=seed) for seed in range(12)]
 

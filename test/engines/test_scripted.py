@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from support.waiting import in_thread
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.weight_update.checksums import xxh3 as checksum
 from torchrl_rloo.weight_update.protocol import TensorInfo
+from torchrl_rloo.weight_update.protocol import xxh3 as checksum
 
 REQUEST = Request([1, 2], limit=100, seed=0)
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(())}

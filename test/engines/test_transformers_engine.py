@@ -20,8 +20,8 @@ from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.functional import SamplingDistribution
-from torchrl_rloo.weight_update.checksums import xxh3 as checksum
 from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, plan_buckets
+from torchrl_rloo.weight_update.protocol import xxh3 as checksum
 
 PROMPTS = [[5, 9, 17], [40, 8, 8, 120, 33, 60, 61, 62], [200], [99, 98, 97, 96, 95]]
 

@@ -23,8 +23,8 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.weight_update.checksums import xxh3 as checksum
 from torchrl_rloo.weight_update.protocol import TensorInfo
+from torchrl_rloo.weight_update.protocol import xxh3 as checksum
 
 LIMIT = 12
 G = 2  # number of members in a group

@@ -23,8 +23,7 @@ from torchrl_rloo.ray import ObjectStore, RayEngine
 from torchrl_rloo.ray.engine_client import RayEngineClient
 from torchrl_rloo.ray.object_store import ObjectStoreReceiver, ObjectStoreRelay
 from torchrl_rloo.weight_update import Direct, WeightPublisher, WeightSyncError
-from torchrl_rloo.weight_update.checksums import xxh3
-from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size
+from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, xxh3
 
 pytestmark = pytest.mark.xdist_group(RAY_GROUP)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchrl_rloo.weight_update import TargetGroup, WeightTarget, WeightUpdater
+from torchrl_rloo.weight_update import WeightTarget, WeightUpdater
+from torchrl_rloo.weight_update.target import TargetGroup
 
 
 def push(updater: WeightUpdater, version: int) -> None:

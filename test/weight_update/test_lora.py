@@ -21,7 +21,7 @@ from torchrl_rloo.engines.base import Engine, EngineError, Request
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.reference import AdapterReference
-from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update import WeightSyncError
 from torchrl_rloo.weight_update.lora import LoRAPublisher
 from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.weight_publisher import WeightPublisher

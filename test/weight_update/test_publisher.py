@@ -18,18 +18,17 @@ from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeou
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.weight_update import (
-    Collective,
     Direct,
     Files,
     LoRAPublisher,
     SharedMemory,
-    TargetGroup,
-    Transport,
     WeightPublisher,
     WeightSource,
     WeightSyncError,
     WeightTarget,
 )
+from torchrl_rloo.weight_update.target import TargetGroup
+from torchrl_rloo.weight_update.transport import Transport
 
 PATIENT = 60.0
 TWO_BUCKETS = {"bucket_bytes": 40_000}  # of a layer of 100 by 100
@@ -75,7 +74,7 @@ def make_engine() -> Iterator[Callable[..., ScriptedEngine]]:
 
 @pytest.fixture
 def make_transport(tmp_path) -> Callable[[str], Transport]:
-    makers = {"direct": Direct, "shared_memory": SharedMemory, "collective": Collective}
+    makers = {"direct": Direct, "shared_memory": SharedMemory}
     return lambda name: makers.get(name, lambda: Files(tmp_path))()
 
 
@@ -118,7 +117,7 @@ def test_publish_stages_and_commit_activates(make_engine):
     assert [engine.version for engine in engines] == [3, 3]
 
 
-@pytest.mark.parametrize("name", ["direct", "shared_memory", "files", "collective"])
+@pytest.mark.parametrize("name", ["direct", "shared_memory", "files"])
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "streamed"])
 def test_training_after_publish_does_not_change_what_is_committed_or_filled(name, staged, make_transport, tokenizer):
     trained = build_model(tokenizer, seed=1)
@@ -216,7 +215,7 @@ def test_a_member_that_fails_is_reported_and_the_others_go_on(step, commit, make
     assert publisher.push_weights() == 2 and [engine.version for engine in engines] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("name", ["shared_memory", "files", "collective"])
+@pytest.mark.parametrize("name", ["shared_memory", "files"])
 def test_a_member_that_is_lost_in_a_transfer_breaks_no_other(name, make_transport, tokenizer):
     trained, engines = build_model(tokenizer, 1), [TransformersEngine(build_model(tokenizer, s)) for s in (2, 3)]
     group = Group(*engines)
@@ -244,7 +243,7 @@ def test_a_member_that_is_lost_in_a_transfer_breaks_no_other(name, make_transpor
 
 @pytest.mark.parametrize("step", ["bucket", "finish"])
 def test_a_member_that_hangs_does_not_delay_the_commit_of_others(step, make_engine, monkeypatch):
-    monkeypatch.setattr("torchrl_rloo.weight_update.publication.STRAGGLER_SECONDS", 0.2)
+    monkeypatch.setattr("torchrl_rloo.weight_update.delivery.STRAGGLER_SECONDS", 0.2)
     hung, alive = make_engine(), make_engine()
     group = Group(hung, alive)
     publisher = WeightPublisher(nn.Linear(100, 100), group, timeout=PATIENT, **TWO_BUCKETS)
@@ -430,7 +429,7 @@ class Moody(WeightSource):
 
     calls = 0
 
-    def collect(self, first, last, to):
+    def collect(self, first, last, to=0):
         self.calls += 1
         if self.calls == 4:
             raise RuntimeError("out of memory")

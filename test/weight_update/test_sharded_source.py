@@ -21,7 +21,7 @@ from support.weights import push
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import Engine, EngineError, Request
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update import WeightSyncError
 from torchrl_rloo.weight_update.lora import LoRAPublisher
 from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.weight_publisher import WeightPublisher

@@ -1,28 +1,21 @@
-"""Transports: exact buckets for all workers, no leftover files, and time-outs for lost workers."""
+"""Transports: exact buckets for all workers, no leftover files, and refusals of what others put in place."""
 
 from __future__ import annotations
 
 import gc
 import os
-import socket
 import tempfile
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from torchrl_rloo.weight_update import shared_memory
-from torchrl_rloo.weight_update.checksums import xxh3 as checksum
-from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
-from torchrl_rloo.weight_update.open_update import RECEIVERS
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size
-from torchrl_rloo.weight_update.shared_memory import SharedMemory
+from torchrl_rloo.weight_update.protocol import xxh3 as checksum
+from torchrl_rloo.weight_update.shared_memory import SharedMemory, SharedMemoryReceiver
 from torchrl_rloo.weight_update.transport import Direct, Link, Receiver, Storage, Transport
 
 WORKERS = [1, 2]  # of two engines
@@ -46,15 +39,9 @@ def infos_of(tensors: list[torch.Tensor]) -> list[TensorInfo]:
 
 def connect(transport: Transport, workers: list[int] = WORKERS) -> tuple[list[Link], list[list[Receiver]]]:
     """Connect to engines and return their links, and the receivers of their workers."""
-    links = [transport.connect(n, TIMEOUT) for n in workers]
-    with ThreadPoolExecutor() as pool:
-        made = [
-            [pool.submit(RECEIVERS[transport.name], link.options, CPU, rank) for rank in range(n)]
-            for link, n in zip(links, workers, strict=True)
-        ]
-        receivers = [[future.result(TIMEOUT) for future in futures] for futures in made]
-    for link in links:
-        link.joined()
+    links, receivers = [transport.connect(n, TIMEOUT) for n in workers], []
+    for link, n in zip(links, workers, strict=True):
+        link.open(lambda options, n=n: receivers.append([transport.receiver(options, CPU, rank) for rank in range(n)]))
     return links, receivers
 
 
@@ -66,13 +53,10 @@ def store(transport: Transport, version: int = 1, keep: bool = True) -> Storage:
 def send(storage: Storage, number: int, links: list[Link], receivers: list[list[Receiver]], version: int) -> None:
     """Send a stored bucket to all workers, which take it."""
     tensors = make_buckets(version)[number]
-    with ThreadPoolExecutor() as pool:
-        futures = []
-        for link, of_engine in zip(links, receivers, strict=True):
-            payload = link.send(storage.get(number))
-            futures += [pool.submit(take, receiver, tensors, payload) for receiver in of_engine]
-        for future in futures:
-            future.result(TIMEOUT)
+    for link, of_engine in zip(links, receivers, strict=True):
+        link.deliver(
+            storage.get(number), lambda payload, of=of_engine: [take(receiver, tensors, payload) for receiver in of]
+        )
 
 
 def deliver(
@@ -94,12 +78,12 @@ def take(receiver: Receiver, tensors: list[torch.Tensor], payload: dict) -> None
 
 @pytest.fixture
 def make_transport(tmp_path) -> Callable[[str], Transport]:
-    makers = {"direct": Direct, "shared_memory": SharedMemory, "collective": Collective}
+    makers = {"direct": Direct, "shared_memory": SharedMemory}
     return lambda name: makers.get(name, lambda: Files(tmp_path))()
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "sent once"])
-@pytest.mark.parametrize("name", ["collective", "direct", "files", "shared_memory"])
+@pytest.mark.parametrize("name", ["direct", "files", "shared_memory"])
 def test_all_workers_get_all_buckets_again_and_again(name, keep, make_transport):
     transport = make_transport(name)
     for _ in range(2):  # it can be used again after it was closed
@@ -118,7 +102,7 @@ def test_all_workers_get_all_buckets_again_and_again(name, keep, make_transport)
         transport.close()
 
 
-@pytest.mark.parametrize("name", ["shared_memory", "collective", "files"])
+@pytest.mark.parametrize("name", ["shared_memory", "files"])
 def test_what_was_received_stays_when_the_storage_goes(name, make_transport):
     transport = make_transport(name)
     links, receivers = connect(transport, [1])
@@ -173,15 +157,15 @@ def test_without_shared_memory_the_temporary_directory_serves(tmp_path, monkeypa
 
 def test_too_little_room_is_an_error_that_leaves_nothing(tmp_path):
     transport = SharedMemory(tmp_path)
-    with pytest.raises(OSError, match=f"no room.*{1 << 60} bytes.*Collective"):
+    with pytest.raises(OSError, match=f"no room.*{1 << 60} bytes.*Files"):
         transport.store(1, [1 << 60], keep=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_elsewhere_is_told_which_transports_reach_it(tmp_path):
-    receiver = RECEIVERS["shared_memory"]({}, CPU, 0)
+    receiver = SharedMemoryReceiver({}, CPU, 0)
     payload = {"path": str(tmp_path / "a"), "size": 64, "offset": 0, "nbytes": 64, "uid": 0}
-    with pytest.raises(FileNotFoundError, match="not on this machine.*Collective.*Files"):
+    with pytest.raises(FileNotFoundError, match="not on this machine.*VLLMNCCL.*Files"):
         receiver.receive([TensorInfo("x", "float32", (16,))], payload)
     assert not list(tmp_path.iterdir())
 
@@ -199,61 +183,6 @@ def test_files_are_whole_and_of_one_version(tmp_path):
         transport.release(storage, reusable=True)
     transport.close()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]
-
-
-def test_a_lost_engine_is_an_error_and_others_still_receive():
-    transport = Collective()
-    links, receivers = connect(transport, [1, 1])
-    receivers[0][0].close()
-    tensors = torch.ones(256).view(torch.uint8)
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="peer"):
-        while time.monotonic() - began < TIMEOUT / 2:
-            links[0].send(tensors)
-            time.sleep(0.05)
-    deliver(transport, links[1:], receivers[1:])
-    links[0].close()
-    again = connect(transport, [1])
-    deliver(transport, *again, version=2)
-
-
-def test_a_worker_that_does_not_join_is_an_error_in_time():
-    transport = Collective()
-    link = transport.connect(1, 1.0)
-    began = time.monotonic()
-    with pytest.raises((TimeoutError, dist.DistError), match="not joined|imed out|imeout"):
-        link.joined()
-    assert time.monotonic() - began < 30
-    link.close()
-
-
-def test_a_fixed_port_can_be_opened_again_while_an_earlier_group_still_waits():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    transport = Collective(port=port)
-    waiting = transport.connect(1, TIMEOUT)  # no engine joins
-    deliver(transport, *connect(transport))
-    waiting.close()
-
-
-def test_another_backend_is_refused():
-    with pytest.raises(ValueError, match="backend='mpi'"):
-        Collective("mpi")
-
-
-def test_threads_of_closed_groups_end():
-    before = set(threading.enumerate())
-    transport = Collective()
-    links, _ = connect(transport)
-    started = set(threading.enumerate()) - before
-    assert started
-    for link in links:
-        link.close()
-    deadline = time.monotonic() + TIMEOUT
-    while started & set(threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077], ids=oct)
@@ -291,7 +220,7 @@ def test_a_worker_refuses_what_another_user_put_in_place(kind: str, tmp_path: Pa
                 pytest.skip("requires root")
             os.chown(path, 12345, 12345)
     with pytest.raises((PermissionError, ValueError)):
-        RECEIVERS["shared_memory"]({}, CPU, 0).receive(infos_of(tensors), payload)
+        SharedMemoryReceiver({}, CPU, 0).receive(infos_of(tensors), payload)
     path.rename(tmp_path / "refused")  # the storage removes its path
 
 

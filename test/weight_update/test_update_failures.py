@@ -20,12 +20,7 @@ from support.weights import push
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import Engine, EngineError, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.weight_update.base import WeightSyncError
-from torchrl_rloo.weight_update.collective import Collective
-from torchrl_rloo.weight_update.shared_memory import SharedMemory
-from torchrl_rloo.weight_update.source import WeightSource
-from torchrl_rloo.weight_update.transport import Direct
-from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
+from torchrl_rloo.weight_update import Direct, SharedMemory, WeightPublisher, WeightSource, WeightSyncError
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -137,14 +132,11 @@ def test_tensors_that_do_not_fit_change_nothing(convert, words, staged, engine, 
     assert log_prob_error(engine, trained) < 1e-5
 
 
-@pytest.mark.parametrize("make_transport", [SharedMemory, Collective])
-def test_a_worker_that_hangs_is_an_error_in_time(
-    make_transport, own_process, trained, with_weights, log_prob_error, monkeypatch
-):
-    monkeypatch.setattr("torchrl_rloo.weight_update.session.ABORT_SECONDS", 1.0)
+def test_a_worker_that_hangs_is_an_error_in_time(own_process, trained, with_weights, log_prob_error, monkeypatch):
+    monkeypatch.setattr("torchrl_rloo.weight_update.delivery.ABORT_SECONDS", 1.0)
     old, version = with_weights(own_process), own_process.version
 
-    class Stopping(make_transport):
+    class Stopping(SharedMemory):
         """Transport that stops the worker's process before bucket 1 and then lowers the time-out."""
 
         stops = True
@@ -315,7 +307,7 @@ def test_an_error_of_the_source_is_one_too(pair):
     class Moody(WeightSource):
         moods = iter([None, RuntimeError("out of memory"), None, None])
 
-        def collect(self, first, last, to):
+        def collect(self, first, last, to=0):
             if error := next(self.moods):
                 raise error
             return super().collect(first, last, to)

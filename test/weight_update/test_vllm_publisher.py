@@ -28,8 +28,7 @@ from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training.shard import shard_model
-from torchrl_rloo.weight_update.base import WeightSyncError
-from torchrl_rloo.weight_update.collective import Collective
+from torchrl_rloo.weight_update import WeightSyncError
 from torchrl_rloo.weight_update.files import Files
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
@@ -82,7 +81,7 @@ def own_process(async_engine: Engine) -> Engine:
 @pytest.fixture
 def make_transport(tmp_path) -> Callable[[str], Transport]:
     def make(name: str) -> Transport:
-        return {"shared_memory": SharedMemory, "collective": Collective, "files": lambda: Files(tmp_path)}[name]()
+        return {"shared_memory": SharedMemory, "files": lambda: Files(tmp_path)}[name]()
 
     return make
 
@@ -102,7 +101,7 @@ def per_expert(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Ten
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "streamed"])
-@pytest.mark.parametrize("name", ["shared_memory", "collective", "files"])
+@pytest.mark.parametrize("name", ["shared_memory", "files"])
 def test_updates_of_another_process(
     name, staged, own_process, make_transport, make_trained, change, log_prob_error, assert_greedy_tokens_equal
 ):
@@ -186,7 +185,7 @@ def test_nothing_cached_of_old_weights_is_used(vllm_engine, make_trained, change
 def test_several_engines_at_once(vllm_engine, make_trained, change, log_prob_error):
     trained = make_trained("tied")
     engines = [vllm_engine, TransformersEngine(copy.deepcopy(trained))]
-    updater = WeightPublisher(trained, engines, transport=Collective(), bucket_bytes=BUCKET, timeout=120)
+    updater = WeightPublisher(trained, engines, transport=SharedMemory(), bucket_bytes=BUCKET, timeout=120)
     for version in (1, 2):
         change(trained, version)
         push(updater, version)
@@ -287,7 +286,7 @@ def run_rank(rank: int, folder: Path) -> None:
             engines = [stack.enter_context(AsyncVLLMEngine(folder / "checkpoint", **settings))]
         # Each transport: shared files that both ranks write, and a gather to rank 0
         version = 0
-        for transport in (SharedMemory(), Collective()):
+        for transport in (SharedMemory(), Files(folder / "files")):
             updater = WeightPublisher(trained, engines, transport=transport, bucket_bytes=BUCKET)
             updater.resume_from(version)
             for _ in range(2):

@@ -34,7 +34,7 @@ from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhauste
 from torchrl_rloo.runtime.event_loop import EventLoop
 from torchrl_rloo.runtime.loop_call import LoopCall
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
-from torchrl_rloo.weight_update.base import WeightUpdater
+from torchrl_rloo.weight_update import WeightUpdater
 
 _MINIMA = {"ahead": 0, "max_staleness": 0}  # 1 for all other numbers
 _CHOICES = {"on_stale": ON_STALE, "on_failure": ON_FAILURE}

@@ -14,7 +14,7 @@ from torchrl_rloo.data.own_rows import OwnRows
 from torchrl_rloo.data.rows import stack_rows, tensor_row, unbind_rows
 from torchrl_rloo.engines.root import gathered
 from torchrl_rloo.runtime.ranks import Ranks
-from torchrl_rloo.weight_update.base import WeightUpdater
+from torchrl_rloo.weight_update import WeightUpdater
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from torchrl_rloo.data.notices import notify_once
-from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
+from torchrl_rloo.weight_update import WeightSyncError, WeightUpdater
 
 BATCHES_WITHOUT_UPDATE = 10  # number of batches without any weight update that causes a notice
 

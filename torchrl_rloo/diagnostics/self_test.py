@@ -18,7 +18,7 @@ from torchrl_rloo.engines.head import evaluation_mode
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.runtime.ranks import Ranks
-from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
+from torchrl_rloo.weight_update import WeightSyncError, WeightUpdater
 
 PROMPTS = (
     "The answer is",

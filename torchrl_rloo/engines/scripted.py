@@ -31,8 +31,7 @@ from torchrl_rloo.engines.base import (
 from torchrl_rloo.engines.base import WeightStep as Step
 from torchrl_rloo.engines.head import score_positions
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.weight_update.open_update import OpenUpdate, StaleStepError, require_open
-from torchrl_rloo.weight_update.protocol import read_manifest
+from torchrl_rloo.weight_update.protocol import OpenUpdate, StaleStepError, read_manifest, require_open
 from torchrl_rloo.weight_update.transport import DirectReceiver
 
 

@@ -23,10 +23,8 @@ from torchrl_rloo.engines.base import (
 from torchrl_rloo.engines.generation import generate, model_stop_ids
 from torchrl_rloo.engines.head import current_head, find_head
 from torchrl_rloo.rotary import context_length, fix_frequencies
-from torchrl_rloo.weight_update.checksums import xxh3
-from torchrl_rloo.weight_update.open_update import OpenUpdate, StaleStepError, receiver_class, require_open
-from torchrl_rloo.weight_update.protocol import read_manifest
-from torchrl_rloo.weight_update.transport import Receiver
+from torchrl_rloo.weight_update.protocol import OpenUpdate, StaleStepError, read_manifest, require_open, xxh3
+from torchrl_rloo.weight_update.transport import Receiver, open_receiver
 
 
 class TransformersEngine(Engine):
@@ -189,11 +187,10 @@ class TransformersEngine(Engine):
                 f"{len(missing)} of the engine's tensors would keep their old weights, the first is {missing[0]}; send "
                 "the whole model"
             )
-        receiver = receiver_class(info["transport"])
         # Connect, and remember the further names of tied tensors
         aliases = ((i.name, first_name[id(tensors[i.name])]) for i in manifest)
         self._aliases = {name: first for name, first in aliases if name != first}
-        self._receiver = receiver(info.get("options", {}), self.model.device, 0)
+        self._receiver = open_receiver(info, self.model.device, 0)
         self._manifest, self._staged = manifest, staged
         self._checksum = info.get("checksum", "xxh3")
 

@@ -30,10 +30,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import layerwise
 
 from torchrl_rloo.engines.vllm_api import BACKEND, ERROR_LOG, silence_noise
-from torchrl_rloo.weight_update.checksums import xxh3
-from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate
-from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, TensorInfo, read_manifest
-from torchrl_rloo.weight_update.transport import Receiver
+from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, OpenUpdate, TensorInfo, read_manifest, xxh3
+from torchrl_rloo.weight_update.transport import Receiver, open_receiver
 
 
 @dataclass
@@ -44,7 +42,7 @@ class Connection(WeightTransferInitInfo):
     manifest: list
     staged: bool
     checksum: str = "xxh3"
-    options: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold a secret
+    options: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold an NCCL id
 
 
 @dataclass
@@ -84,8 +82,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         manifest = read_manifest(vars(init_info))
         self._check_manifest(manifest)
         self.manifest, self.staged, self.kind = manifest, init_info.staged, init_info.checksum
-        rank = self.parallel_config.rank
-        self.receiver = RECEIVERS[init_info.transport](init_info.options, self.device, rank)
+        self.receiver = open_receiver(vars(init_info), self.device, self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
         """Open an update."""
@@ -205,13 +202,13 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         tied = getattr(self.model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
         for name, layer in self.model.named_modules():
             expected = sum(p.numel() for p in layer.parameters(recurse=False) if p.is_meta)  # others are not reloaded
-            found = layerwise.get_layerwise_info(layer).load_numel or 0
+            loaded = layerwise.get_layerwise_info(layer).load_numel or 0
             # Vocabularies are padded, and a tied head is repacked
             if isinstance(layer, VocabParallelEmbedding):
                 expected = 0 if tied and isinstance(layer, ParallelLMHead) else min(expected, 1)
-            if found < expected:
+            if loaded < expected:
                 raise ValueError(
-                    f"the update fills {found} of {expected} elements of {name}, whose others would keep their old "
+                    f"the update fills {loaded} of {expected} elements of {name}, whose others would keep their old "
                     "weights; send the whole model"
                 )
 
@@ -232,8 +229,8 @@ class WeightWorker:
     def weight_report(self) -> dict[str, Any]:
         """Return the worker's rank, and the version, checksums and number of tensors of the last update."""
         update = self.weight_transfer_engine.update
-        found = update.report() if update else {"version": None, "checksums": [], "tensors": 0}
-        return {"rank": self.rank, **found}
+        report = update.report() if update else {"version": None, "checksums": [], "tensors": 0}
+        return {"rank": self.rank, **report}
 
     def announce_weight_update(self, version: int, verify: bool) -> None:
         """Open the update of a version, whose buckets have checksums if ``verify``."""
@@ -241,10 +238,10 @@ class WeightWorker:
         self.start_weight_update()
 
     def check_adapter(self, path: str, expected: str) -> None:
-        """Compare the checksum of a LoRA adapter's tensors, sorted by name, with the sender's."""
+        """Raise RuntimeError unless the checksum of a LoRA adapter's tensors, sorted by name, is the sender's."""
         tensors = load_file(Path(path) / ADAPTER_FILE)
-        if (found := xxh3([tensors[name] for name in sorted(tensors)])) != expected:
-            raise RuntimeError(f"the adapter in {path} is corrupt: its checksum is {found}, not {expected}")
+        if (checksum := xxh3([tensors[name] for name in sorted(tensors)])) != expected:
+            raise RuntimeError(f"the adapter in {path} is corrupt: its checksum is {checksum}, not {expected}")
 
     def abort_weight_update(self) -> None:
         """Cancel an open update."""

@@ -86,14 +86,6 @@ class ObjectStore(SharedMemory):
 
     name, receiver, storage_class = "object_store", ObjectStoreReceiver, ObjectStoreStorage
 
-    def check(self, engines: Sequence[WeightTarget]) -> None:
-        others = [type(engine).__name__ for engine in engines if not engine.reads_object_store]
-        if others:
-            raise ValueError(
-                f"transport=ObjectStore() requires engines that are a RayEngine on one node, but one is a {others[0]}; "
-                "use SharedMemory(), Collective() or a transport of vLLM"
-            )
-
     def connect(self, workers: int, timeout: float, node_id: str | None = None) -> Link:
         import ray
 

@@ -22,7 +22,7 @@ from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
 from torchrl_rloo.data.rows import stack_rows, tensor_row, unbind_rows
 from torchrl_rloo.data.share import shares_of_groups
 from torchrl_rloo.runtime.ranks import Ranks
-from torchrl_rloo.weight_update.base import WeightUpdater
+from torchrl_rloo.weight_update import WeightUpdater
 
 _LOGGER = logging.getLogger(__name__)
 MAX_REPLACEMENTS = 3  # consecutive times that lost groups of a step are sampled again

@@ -26,7 +26,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 
 from torchrl_rloo.data.packed import PackedRows, _Layout
 from torchrl_rloo.data.templates import from_history, to_history
-from torchrl_rloo.weight_update.checksums import xxh3
+from torchrl_rloo.weight_update.protocol import xxh3
 
 FORMAT = "torchrl_rloo rows 1"
 _CLASSES = {cls.__name__: cls for cls in (Tokens, Masks, LogProbs, Text, ChatHistory)}

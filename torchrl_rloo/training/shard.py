@@ -17,7 +17,7 @@ from torchrl_rloo.four_bit import check_shardable
 from torchrl_rloo.modules.context_parallel import split_tokens
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training.parallel_tensor import split_layers
-from torchrl_rloo.weight_update.checksums import device_sum
+from torchrl_rloo.weight_update.protocol import device_sum
 from torchrl_rloo.weight_update.shards import reshard
 
 PARALLEL = ("none", "ddp", "fsdp")

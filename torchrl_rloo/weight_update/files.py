@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -27,22 +26,10 @@ class FilesReceiver(Receiver):
 
 
 class FilesStorage(Storage):
-    """Folder with one safetensors file per bucket.
-
-    Args:
-        folder: path of the folder.
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-    """
+    """Folder with one safetensors file per bucket."""
 
     def __init__(self, folder: Path):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} does not exist on this machine; set a directory that all ranks share")
         self.folder = folder
-
-    def opener(self) -> Callable[[], FilesStorage]:
-        return partial(FilesStorage, self.folder)
 
     def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
         path = self._path(bucket)
@@ -71,23 +58,23 @@ class Files(Transport):
 
     def __init__(self, directory: str | PathLike):
         self.directory = Path(directory).absolute()
-        self._stored: FilesStorage | None = None
+        self._is_clean = False  # an earlier run may have left folders
         self._numbers = count(1)  # distinguish folders of one version, such as the initial one
 
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> FilesStorage:
-        if self._stored is None:
-            self.close()  # an earlier run may have left folders
+        if not self._is_clean:
+            self.close()
         self.directory.mkdir(parents=True, exist_ok=True)
         folder = self.directory / f"weights-{version}-{next(self._numbers)}"
         folder.mkdir(mode=0o700)
-        self._stored = FilesStorage(folder)
-        return self._stored
+        self._is_clean = True
+        return FilesStorage(folder)
 
     def release(self, storage: FilesStorage, reusable: bool) -> None:
         shutil.rmtree(storage.folder, ignore_errors=True)
 
     def close(self) -> None:
-        self._stored = None
+        self._is_clean = False
         for folder in self.directory.glob("weights-*"):
             shutil.rmtree(folder)
 

@@ -16,11 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from torchrl_rloo.weight_update.checksums import xxh3
-from torchrl_rloo.weight_update.protocol import ADAPTER_FILE
-from torchrl_rloo.weight_update.publication import Snapshot
+from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Snapshot
+from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, xxh3
 from torchrl_rloo.weight_update.publisher import Commit, Publisher
-from torchrl_rloo.weight_update.session import Session
 from torchrl_rloo.weight_update.shards import collective, gather, is_sender, reshard
 from torchrl_rloo.weight_update.shared_memory import MEMORY
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
@@ -32,8 +30,8 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # init_l
 class AdapterSnapshot(Snapshot):
     """Folder with a version of the adapter, and the checksum of its tensors."""
 
-    folder: Path
-    checksum: str
+    folder: Path | None = None
+    checksum: str = ""
 
 
 class LoRAPublisher(Publisher):
@@ -113,39 +111,44 @@ class LoRAPublisher(Publisher):
             whole = gather([tensor.detach() for tensor in state.values()])
         return {name: tensor.cpu().contiguous() for name, tensor in zip(state, whole, strict=False)}
 
+    def _new_snapshot(self, version: int, keep: bool) -> AdapterSnapshot:
+        return AdapterSnapshot(version)
+
     @torch.no_grad()
-    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> AdapterSnapshot:
-        self.joint.order(None)
+    def _gather(self, snapshot: AdapterSnapshot, deliveries: Deliveries) -> None:
+        """Write the adapter. Its folder is all that an engine needs, so there is nothing to stage."""
+        self._tell(True, None)
         tensors = self._tensors()
         try:
-            folder = self._write(tensors, version)
+            snapshot.folder = self._write(tensors, snapshot.version)
         except OSError as error:
             raise OSError(
                 f"the adapter could not be written ({error}); set another directory of LoRAPublisher"
             ) from error
-        return AdapterSnapshot(version, True, False, folder, xxh3([tensors[name] for name in sorted(tensors)]))
+        snapshot.checksum = xxh3([tensors[name] for name in sorted(tensors)])
 
     @torch.no_grad()
     def _help(self, order: None) -> None:
         self._tensors()
 
-    def _stage(self, session: Session, snapshot: AdapterSnapshot) -> None:
-        """Add no steps, since the folder is all that an engine needs."""
+    def _add_staging(self, delivery: Delivery, snapshot: AdapterSnapshot) -> None:
+        """Add no steps."""
 
-    def _load(self, session: Session, snapshot: AdapterSnapshot) -> None:
+    def _add_load(self, delivery: Delivery, snapshot: AdapterSnapshot) -> None:
         info = {"version": snapshot.version, "path": str(snapshot.folder), "checksum": snapshot.checksum}
 
         def load(engine: WeightTarget) -> None:
             reports = engine.update_weights("adapter", info, timeout=self.timeout)
-            found = [(report.get("version"), list(report.get("checksums", ()))) for report in reports]
-            wanted = (info["version"], [info["checksum"]])
-            if not found or any(one != wanted for one in found):
-                raise EngineError(f"its workers report versions and checksums {found}, not {wanted}")
+            confirmed = [(report.get("version"), list(report.get("checksums", ()))) for report in reports]
+            expected = (info["version"], [info["checksum"]])
+            if not confirmed or any(one != expected for one in confirmed):
+                raise EngineError(f"its workers report versions and checksums {confirmed}, not {expected}")
 
-        session.add("loading the adapter", load)
+        delivery.add("loading the adapter", load)
 
     def _release(self, snapshot: AdapterSnapshot) -> None:
-        shutil.rmtree(snapshot.folder, ignore_errors=True)
+        if snapshot.folder is not None:
+            shutil.rmtree(snapshot.folder, ignore_errors=True)
 
     def _write(self, tensors: dict[str, torch.Tensor], version: int) -> Path:
         if self._root is None:

@@ -1,10 +1,10 @@
-"""Messages between a weight updater and an engine's workers: manifest, buckets, checksums.
+"""Messages between a trainer and an engine's workers in a weight update: manifest, buckets, checksums.
 
 An update consists of ``connect`` (once), ``start``, one ``bucket`` message per bucket, and ``finish``. All messages are
 plain JSON, except for the tensors:
 
 - connect: ``{"transport": name, "options": {...}, "manifest": [[name, dtype, shape], ...], "staged": bool, "checksum":
-  kind}``, with a kind of :data:`~torchrl_rloo.weight_update.checksums.CHECKSUMS`, ``"xxh3"`` by default
+  kind}``, with a kind of :data:`CHECKSUMS`, ``"xxh3"`` by default
 - start: ``{"version": int, "verify": bool}``, with ``verify`` if all buckets have a checksum, which is the default
 - bucket: ``{"version": int, "bucket": int, "first": int, "last": int, "checksum": str | None, "payload": {...}}``, with
   the tensors ``first`` to ``last - 1`` of the manifest
@@ -18,13 +18,25 @@ The report of ``finish`` is ``{"rank": int, "version": int, "checksums": [str | 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from xxhash import xxh3_64
+
+from torchrl_rloo.weight_update.target import EngineError
+
+if TYPE_CHECKING:
+    from torchrl_rloo.weight_update.transport import Receiver
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
 ALIGNMENT = 64  # bytes; the offset of a view must be a multiple of its element size
+
+_CHUNK = 1 << 22  # words that are hashed at a time, to bound the temporary memory
+_POSITION = -7046029254386353131  # odd 64-bit constants of SplitMix64, as signed integers
+_MIX = -4658895280553007687
+_FOLD = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 class TensorInfo(NamedTuple):
@@ -56,14 +68,7 @@ def read_manifest(info: Mapping[str, Any]) -> list[TensorInfo]:
 
 
 def plan_buckets(manifest: Sequence[TensorInfo], bucket_bytes: int) -> list[tuple[int, int]]:
-    """Split a manifest into consecutive buckets of at most ``bucket_bytes`` each; a larger tensor is one bucket.
-
-    Returns:
-        ``(first, last)`` of each bucket, which contains the tensors ``first`` to ``last - 1``.
-
-    Raises:
-        ValueError: if ``bucket_bytes`` is below 1 or the manifest is empty.
-    """
+    """Split a manifest into buckets ``(first, last)`` of at most ``bucket_bytes`` each; a larger tensor is a bucket."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
     if not manifest:
@@ -101,3 +106,130 @@ def unpack(buffer: torch.Tensor, infos: Sequence[TensorInfo]) -> list[torch.Tens
 
 def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def xxh3(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the XXH3-64 of the tensors' bytes in order; copying GPU tensors takes far longer than the hash."""
+    digest = xxh3_64()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def device_sum(tensors: Sequence[torch.Tensor]) -> str:
+    """Return a checksum of the tensors' bytes in order, computed on the device of each tensor.
+
+    Each word is mixed with its position before the words are summed in 64-bit integers. The sum therefore does not
+    depend on the device or on the order of the addition, and a moved or changed word changes it.
+    """
+    sums = [_sum_words(tensor.detach()) for tensor in tensors]
+    # Copy the sums of each device to the host at once, since each copy waits for the device
+    totals: list[int] = [0] * len(sums)
+    for device in {one.device for one in sums}:
+        places = [i for i, one in enumerate(sums) if one.device == device]
+        values = torch.stack([sums[i] for i in places]).tolist()
+        for i, value in zip(places, values, strict=True):
+            totals[i] = value
+    digest = 0
+    for total, tensor in zip(totals, tensors, strict=True):
+        digest = (digest * _FOLD + total + tensor.nbytes + 1) & _MASK
+    return f"{digest:016x}"
+
+
+def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the mixed words of a tensor, ``[]`` in int64."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() % 4 == 0:
+        if data.storage_offset() % 4:
+            data = data.clone()
+        data = data.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, data.numel(), _CHUNK):
+        words = data[start : start + _CHUNK].to(torch.int64)
+        positions = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=tensor.device)
+        words += positions.mul_(_POSITION)
+        words ^= words >> 31
+        words *= _MIX
+        words ^= words >> 29
+        total += words.sum()
+    return total
+
+
+CHECKSUMS: dict[str, Callable[[Sequence[torch.Tensor]], str]] = {"xxh3": xxh3, "device": device_sum}
+
+
+class StaleStepError(EngineError):
+    """Step of an update that is not open. It has no effect on the open one."""
+
+
+class OpenUpdate:
+    """An engine's view of one weight update: buckets must arrive in order, intact, and cover the whole manifest.
+
+    Without ``verify``, names, shapes and counts are checked, but no checksums.
+    """
+
+    def __init__(self, manifest: Sequence[TensorInfo], version: int, *, verify: bool = True, kind: str = "xxh3"):
+        if kind not in CHECKSUMS:
+            raise EngineError(f"checksum={kind!r} must be one of {sorted(CHECKSUMS)}")
+        self.manifest, self.version, self.verify, self.kind = manifest, version, verify, kind
+        self.checksums: list[str | None] = []  # of the buckets so far
+        self.num_received = 0  # tensors in those buckets
+
+    def take(self, info: Mapping[str, Any], receiver: Receiver | None) -> dict[str, torch.Tensor]:
+        """Return the tensors of the next bucket by name; without a receiver, trust its checksum and return none."""
+        first, last = info["first"], info["last"]
+        at = f"bucket {info['bucket']} of version {info['version']}"
+        # Check that it is the next bucket
+        if self.version != info["version"]:
+            raise EngineError(f"{at} arrived during the update to version {self.version}")
+        if info["bucket"] != len(self.checksums):
+            raise EngineError(f"{at} arrived, expected bucket {len(self.checksums)}")
+        if first != self.num_received or not first < last <= len(self.manifest):
+            due = f"tensor {self.num_received} of {len(self.manifest)}"
+            raise EngineError(f"{at} has tensors {first} to {last - 1}, expected {due} next")
+        if self.verify != (info["checksum"] is not None):
+            raise EngineError(f"{at} has checksum={info['checksum']}, but start announced verify={self.verify}")
+        # Receive its tensors and compare them with the manifest
+        tensors = {}
+        if receiver is not None:
+            infos = self.manifest[first:last]
+            received = receiver.receive(infos, info["payload"])
+            _check_tensors(at, infos, received)
+            if self.verify and (checksum := CHECKSUMS[self.kind](received)) != info["checksum"]:
+                names = f"{infos[0].name} to {infos[-1].name}"
+                raise EngineError(f"{at} ({names}) is corrupt: its checksum is {checksum}, expected {info['checksum']}")
+            tensors = {i.name: t for i, t in zip(infos, received, strict=True)}
+        self.num_received = last
+        self.checksums.append(info["checksum"])
+        return tensors
+
+    def report(self) -> dict[str, Any]:
+        """Return what a worker reports of the update."""
+        return {"version": self.version, "checksums": self.checksums, "tensors": self.num_received}
+
+    def complete(self) -> None:
+        """Raise EngineError unless all tensors arrived."""
+        if self.num_received != len(self.manifest):
+            raise EngineError(
+                f"the update to version {self.version} has {self.num_received} of {len(self.manifest)} tensors; "
+                f"{self.manifest[self.num_received].name} is the first missing one"
+            )
+
+
+def require_open(update: OpenUpdate | None, info: Mapping[str, Any]) -> OpenUpdate:
+    """Return the open update of a ``bucket`` or ``finish``, or raise StaleStepError if it is not open."""
+    if update is None or update.version != info["version"]:
+        open_one = "none" if update is None else f"one to version {update.version}"
+        raise StaleStepError(f"no update to version {info['version']} is open ({open_one} is); start one first")
+    return update
+
+
+def _check_tensors(at: str, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
+    if len(tensors) != len(infos):
+        raise EngineError(f"{at} has {len(tensors)} tensors, but {len(infos)} were announced")
+    for announced, tensor in zip(infos, tensors, strict=True):
+        if (received := TensorInfo.of(announced.name, tensor)) != announced:
+            raise EngineError(
+                f"{at} has {announced.name} as {received.dtype} {list(received.shape)}, but {announced.dtype} "
+                f"{list(announced.shape)} was announced"
+            )

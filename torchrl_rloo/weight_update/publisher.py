@@ -1,27 +1,27 @@
-"""Publisher: base of updaters of engines, which stage a version, commit it engine by engine, and keep a snapshot."""
+"""WeightUpdater, and Publisher: it stages a version in engines, commits it, and fills new engines from a snapshot."""
 
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import wraps
 from itertools import count
 from time import monotonic, sleep
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import nn
 
 from torchrl_rloo.rotary import check_engine_frequencies
 from torchrl_rloo.runtime.ranks import RankError
-from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
-from torchrl_rloo.weight_update.joint import JointCalls
-from torchrl_rloo.weight_update.peers import Peer, PeerError
-from torchrl_rloo.weight_update.publication import Publication, Snapshot, explain
-from torchrl_rloo.weight_update.session import Session, clean_up, wait_until
+from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Peer, Snapshot, StepError
 from torchrl_rloo.weight_update.shards import sharing_ranks
+from torchrl_rloo.weight_update.source import GatherError
 from torchrl_rloo.weight_update.target import (
+    EngineDeadError,
     EngineError,
+    EngineTimeoutError,
     InFlight,
     TargetGroup,
     WeightTarget,
@@ -29,29 +29,113 @@ from torchrl_rloo.weight_update.target import (
 )
 
 Commit = Literal["rolling", "barrier"]
-T = TypeVar("T")
 
 _POLL_SECONDS = 0.1  # between looks at a group without members
 
 
+class WeightSyncError(RuntimeError):
+    """Failed push. The message names the engine, the tensors, the version, the cause and the fix."""
+
+
+class WeightUpdater(ABC):
+    """Base class of senders of the training model's weights to a sampler.
+
+    A version names one set of weights. It is spent when a push begins and never used again, also if the push fails.
+    TorchRL's ``WeightSyncScheme.send()`` carries no version and does not report which samplers have applied it.
+
+    If ranks train one model, each makes an updater. Rank 0 has the samplers; its calls :meth:`push_weights` and
+    :meth:`initialize` need the same call on the other ranks if the model is sharded.
+
+    Attributes:
+        version: last version spent. 0 names the initial weights.
+    """
+
+    version: int = 0
+    _current_version: int = 0
+
+    @property
+    def current_version(self) -> int:
+        """Highest version that a sampler has."""
+        return self._current_version
+
+    def push_weights(self) -> int:
+        """Send the current weights under a new version, and return it once a sampler has them.
+
+        Raises:
+            RuntimeError: if the weights did not arrive. The version is spent. Samplers keep their old weights or refuse
+                to sample.
+        """
+        self.version += 1
+        self._send(self.version)
+        self._current_version = self.version
+        return self.version
+
+    def join(self) -> int:
+        """Take part in a push of rank 0 on another rank, and return the version that samplers then have.
+
+        A failed push raises on rank 0 alone, which may go on with the old weights.
+        """
+        with suppress(WeightSyncError):
+            self.push_weights()
+        return self.current_version
+
+    @property
+    def filled(self) -> bool:
+        """True if :meth:`initialize` would send nothing."""
+        return False
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if the samplers use the tensors of the training model."""
+        return False
+
+    @abstractmethod
+    def _send(self, version: int) -> None:
+        """Send the current weights as ``version`` and return once a sampler has them."""
+
+    def initialize(self) -> None:  # noqa: B027
+        """Give samplers that were never filled the current weights under the current version.
+
+        Call it before training. A sampler in this process needs nothing, since a checkpoint has its weights.
+
+        Raises:
+            RuntimeError: if the weights did not arrive.
+        """
+
+    def resume_from(self, version: int) -> None:
+        """Continue the numbering of a checkpoint, whose weights the model has, unless more versions are spent already.
+
+        Samplers count as unfilled until :meth:`initialize` or the next push.
+
+        Raises:
+            ValueError: if ``version`` is negative.
+        """
+        if version < 0:
+            raise ValueError(f"version={version} must be at least 0")
+        self.version = self._current_version = max(version, self.version)  # spent versions stay spent
+
+
+def _joint(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method a call of all ranks of a sharded model: rank 0 runs it, and the others gather as it orders."""
+
+    @wraps(method)
+    def call(self: Publisher, *args: Any) -> Any:
+        with self._lock:
+            if self._leads:  # within another joint call
+                return method(self, *args)
+            return self._lead(method, *args) if self.sends else self._follow()
+
+    return call
+
+
 class Publisher(WeightUpdater):
-    """Base class of updaters of engines.
+    """Base class of updaters of engines, which has all state of versions: spent, staged, current, and its snapshot.
 
     :meth:`publish` stages a version while engines sample. :meth:`commit` pauses each engine only to load it. With a
     :class:`~torchrl_rloo.weight_update.target.TargetGroup`, a push succeeds if at least one member has the version, and
     members that fail are reported to the group. With plain engines one failure is an error.
 
-    Args:
-        model: training model.
-        engines: one or more engines, or a group. Ranks that do not send need none.
-        sends: True if this rank sends.
-        in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
-        commit: ``"rolling"`` loads one engine after the other while the others sample. ``"barrier"`` pauses all engines
-            together once all have staged everything.
-        timeout: time limit of a step in seconds.
-
-    Raises:
-        ValueError: if there are no engines, an argument is out of range, or an engine has other rotary frequencies.
+    A subclass says what a snapshot is, and which steps stage and load it. Only ranks that send need engines.
     """
 
     def __init__(
@@ -77,43 +161,49 @@ class Publisher(WeightUpdater):
         if timeout <= 0:
             raise ValueError(f"timeout={timeout} must be above 0 seconds")
         self.in_flight, self.commit_policy, self.timeout = in_flight, commit, timeout
-        self.sends, self.joint = sends, JointCalls(sharing_ranks(model))
+        self.sends, self.ranks = sends, sharing_ranks(model)
         self._trained = model
         self._initial_counts = _change_counts(model)
         self._lock = threading.RLock()  # orders pushes and fills
-        self._peers: dict[int, Peer] = {}
+        self._leads = False  # True during a joint call of rank 0
+        self._peers: dict[int, Peer] = {}  # by the id of the engine
         self._numbers = count()  # of peers
         for engine in self.engines:
             self._peer(engine)
         self._changed = threading.Condition()
-        self._open: Publication | None = None
+        self._open: Deliveries | None = None  # of the version that waits for its commit
         self._snapshot: Snapshot | None = None  # of the version that engines have
         self._filled = False  # whether any engine has weights of this publisher
         self._attempted: object = None  # change counts of the weights that an earlier initialize sent
 
     @abstractmethod
-    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> Snapshot:
-        """Order all ranks to gather the weights once, and add the steps that stage them to the sessions."""
+    def _new_snapshot(self, version: int, keep: bool) -> Snapshot:
+        """Return an empty snapshot, which stays valid while the model changes if ``keep``."""
+
+    @abstractmethod
+    def _gather(self, snapshot: Any, deliveries: Deliveries) -> None:
+        """Order all ranks to gather the weights once into the snapshot, and add the steps that stage them."""
 
     @abstractmethod
     def _help(self, order: Any) -> None:
         """Gather with rank 0, as it ordered."""
 
     @abstractmethod
-    def _stage(self, session: Session, snapshot: Snapshot) -> None:
+    def _add_staging(self, delivery: Delivery, snapshot: Any) -> None:
         """Add the steps that stage a complete snapshot."""
 
     @abstractmethod
-    def _load(self, session: Session, snapshot: Snapshot) -> None:
+    def _add_load(self, delivery: Delivery, snapshot: Any) -> None:
         """Add the steps that load the snapshot into a paused engine and confirm it."""
 
     @abstractmethod
-    def _release(self, snapshot: Snapshot) -> None:
+    def _release(self, snapshot: Any) -> None:
         """Free a snapshot that no engine needs any more."""
 
-    def _note_push(self, publication: Publication) -> None:  # noqa: B027
+    def _note_push(self, deliveries: Deliveries) -> None:  # noqa: B027
         """Record measurements of a successful push."""
 
+    @_joint
     def publish(self) -> int:
         """Send the current weights under a new version to all engines, which stage them and sample on.
 
@@ -125,16 +215,13 @@ class Publisher(WeightUpdater):
         Raises:
             WeightSyncError: if an engine failed, or all members of a group. The version is spent.
         """
+        self.version += 1
+        self._stage(self.version, keep=True)
+        with self._cancelling(self.version):
+            self._open.settle()
+        return self.version
 
-        def publish() -> int:
-            self.version += 1
-            self._publish(self.version, keep=True)
-            with self._cancelling():
-                self._open.settle()
-            return self.version
-
-        return self._together(publish)
-
+    @_joint
     def commit(self, version: int) -> None:
         """Activate a published version in all engines that have staged it.
 
@@ -142,15 +229,13 @@ class Publisher(WeightUpdater):
             ValueError: if ``version`` is not the one that was published last, or was committed already.
             WeightSyncError: if an engine failed, or all members of a group.
         """
+        staged = None if self._open is None else self._open.snapshot.version
+        if staged != version:
+            have = "none" if staged is None else staged
+            raise ValueError(f"version={version} must be the one that waits for its commit, which is {have}")
+        self._activate()
 
-        def commit() -> None:
-            if self._open is None or self._open.version != version:
-                have = "none" if self._open is None else self._open.version
-                raise ValueError(f"version={version} must be the one that waits for its commit, which is {have}")
-            self._commit()
-
-        self._together(commit)
-
+    @_joint
     def push_weights(self) -> int:
         """Publish the current weights, commit them, and return their version.
 
@@ -161,9 +246,6 @@ class Publisher(WeightUpdater):
             WeightSyncError: if an engine failed, or all members of a group. The version is spent. The next push sends
                 everything again.
         """
-        return self._together(self._push)
-
-    def _push(self) -> int:
         had_members = self.group is not None and bool(self.group.targets())
         try:
             return super().push_weights()
@@ -176,10 +258,7 @@ class Publisher(WeightUpdater):
         except WeightSyncError:
             raise failure from failure.__cause__
 
-    def _send(self, version: int) -> None:
-        self._publish(version, keep=self.group is not None)
-        self._commit()
-
+    @_joint
     def initialize(self) -> None:
         """Give all engines the current weights under the current version, if they have none of this publisher.
 
@@ -189,32 +268,14 @@ class Publisher(WeightUpdater):
         Raises:
             WeightSyncError: if an engine failed, or all members of a group.
         """
-        self._together(self._initialize)
-
-    def _initialize(self) -> None:
         if self._filled:
             return
         counts = _change_counts(self._trained)
         if self._attempted is not None and self._attempted != counts:
-            self._push()
+            self.push_weights()
             return
         self._attempted = counts
         self._send(self.version)
-
-    @property
-    def filled(self) -> bool:
-        """True if engines have weights of this publisher."""
-        return self._filled
-
-    def resume_from(self, version: int) -> None:
-        """Continue the numbering of a checkpoint, whose weights the model has."""
-        with self._lock:
-            super().resume_from(version)
-            self._drop_snapshots()
-            self._filled, self._attempted = False, None
-            self._initial_counts = _change_counts(self._trained)
-            for peer in self._peers.values():
-                peer.filled = None
 
     def fill(self, engine: WeightTarget) -> None:
         """Give one engine the version that the others have, from the snapshot and without the training model.
@@ -235,10 +296,30 @@ class Publisher(WeightUpdater):
                     "there is no snapshot to fill from: this transport keeps none for plain engines; push again, or "
                     "use an EnginePool or SharedMemory()"
                 )
-            has_it = peer.filled == (snapshot.version, engine.start_count) and engine.version == snapshot.version
-            if not has_it or engine.failed_version is not None:
-                self._fill(peer, snapshot)
-            self._note_filled(peer, snapshot)
+            has_it = peer.loaded == (snapshot, engine.start_count) and engine.version == snapshot.version
+            if has_it and engine.failed_version is None:
+                self._note_loaded(peer, snapshot)
+                return
+            deliveries = self._deliver(snapshot, [peer], on_failed=None)
+            self._add_staging(deliveries.active[0], snapshot)
+            try:
+                deliveries.commit_in_turn()
+            except StepError as error:
+                deliveries.cancel(error.purpose, error.__cause__, wait=False)
+                raise self._explained(snapshot.version, error) from error.__cause__
+
+    @property
+    def filled(self) -> bool:
+        """True if engines have weights of this publisher."""
+        return self._filled
+
+    def resume_from(self, version: int) -> None:
+        """Continue the numbering of a checkpoint, whose weights the model has."""
+        with self._lock:
+            super().resume_from(version)
+            self._drop_snapshots()
+            self._filled, self._attempted = False, None
+            self._initial_counts = _change_counts(self._trained)
 
     def close(self) -> None:
         """Release the snapshot and the connections. The engines stay open, and a push connects again."""
@@ -247,90 +328,103 @@ class Publisher(WeightUpdater):
             for peer in self._peers.values():
                 peer.disconnect()
 
-    def _together(self, call: Callable[[], T]) -> T | int:
-        """Make a call on rank 0, and gather for it on the other ranks of a sharded model."""
-        with self._lock:
-            if self.sends:
-                return self.joint.lead(call, lambda: (self.version, self._current_version, self._filled))
-            if self.joint.ranks.size > 1:
-                state, failure = self.joint.follow(self._help)
-                self.version, self._current_version, self._filled = state
-                if failure is not None:
-                    raise WeightSyncError(f"rank 0 could not send: {failure}")
-            return self.version
+    def _send(self, version: int) -> None:
+        self._stage(version, keep=self.group is not None)
+        self._activate()
 
-    def _publish(self, version: int, keep: bool) -> None:
-        """Begin to stage a version."""
+    def _stage(self, version: int, keep: bool) -> None:
+        """Begin to stage the current weights as a version, in place of one that waits for its commit."""
         self._discard_open()
         self._drop_closed()
         peers = [self._peer(engine) for engine in self._wait_for_targets()]
-        publication = self._open = self._make_publication(version, peers)
-        with self._cancelling():
-            publication.snapshot = self._take_snapshot(version, publication.sessions, keep)
+        with self._cancelling(version):
+            snapshot = self._new_snapshot(version, keep)
+            self._open = self._deliver(snapshot, peers, on_failed=None if self.group is None else self._note_failed)
+            self._gather(snapshot, self._open)
 
-    def _commit(self) -> None:
-        """Activate the open version and make its snapshot the current one."""
-        publication = self._open
-        with self._cancelling():
+    def _activate(self) -> None:
+        """Load the open version in all engines, and make its snapshot the current one."""
+        deliveries = self._open
+        with self._cancelling(deliveries.snapshot.version):
             if self.commit_policy == "barrier":
-                publication.commit_together()
+                deliveries.commit_together()
             else:
-                publication.commit_in_turn()
+                deliveries.commit_in_turn()
         self._open = None
         self._release_current()
-        self._snapshot = publication.snapshot
-        self._note_push(publication)
-        self._current_version, self._filled = publication.version, True
+        self._snapshot = deliveries.snapshot
+        self._note_push(deliveries)
+        self._current_version, self._filled = self._snapshot.version, True
 
-    def _fill(self, peer: Peer, snapshot: Snapshot) -> None:
-        """Send a snapshot to one engine and load it."""
-        publication = self._make_publication(snapshot.version, [peer])
-        publication.snapshot = snapshot
-        (session,) = publication.sessions
-        self._stage(session, snapshot)
-        publication.add_commit(session)
-        wait_until([session], lambda: session.idle, self._changed)
-        if session.error is not None:
-            snapshot.tainted = True
-            clean_up([session], self._changed, wait=False)
-            raise self._explained(snapshot.version, session.error) from session.error.__cause__
-
-    def _make_publication(self, version: int, peers: Sequence[Peer]) -> Publication:
-        return Publication(
-            version,
-            [Session(peer, self.timeout, self._changed) for peer in peers],
+    def _deliver(
+        self, snapshot: Snapshot, peers: Sequence[Peer], on_failed: Callable[[Delivery], None] | None
+    ) -> Deliveries:
+        return Deliveries(
+            snapshot,
+            [Delivery(peer, self.timeout, self._changed) for peer in peers],
             self._changed,
             in_flight=self.in_flight,
-            load=self._load,
-            on_filled=lambda session, snapshot: self._note_filled(session.peer, snapshot),
-            on_failed=None if self.group is None else self._note_failed,
+            load=self._add_load,
+            on_loaded=self._note_loaded,
+            on_failed=on_failed,
         )
 
     @contextmanager
-    def _cancelling(self) -> Iterator[None]:
-        """Cancel the open publication at an error, and explain it in a WeightSyncError."""
-        publication = self._open
+    def _cancelling(self, version: int) -> Iterator[None]:
+        """Cancel the open version at an error, and explain it in a WeightSyncError."""
         try:
             yield
         except BaseException as error:
-            cause = error.__cause__ if isinstance(error, PeerError) else error
-            publication.cancel(error.purpose if isinstance(error, PeerError) else "the push", cause)
-            # Some engines may have loaded the version and sample with it from now on
-            if publication.version in publication.versions():
-                self._current_version = publication.version
-            if publication.snapshot is not None:
-                self._release(publication.snapshot)
-            self._open = None
+            cause = error.__cause__ if isinstance(error, StepError) else error
+            if self._open is not None:
+                self._open.cancel(error.purpose if isinstance(error, StepError) else "the push", cause)
+                # Some engines may have loaded the version and sample with it from now on
+                if self._open.reached_engine():
+                    self._current_version = version
+                self._release(self._open.snapshot)
+                self._open = None
             if isinstance(error, (WeightSyncError, RankError)) or not isinstance(error, Exception):
                 raise
-            raise self._explained(publication.version, error) from cause
+            raise self._explained(version, error) from cause
+
+    def _lead(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Make a joint call on rank 0, which may order any number of gathers in it, and end it on all ranks.
+
+        An error that leaves the ranks out of step ends no call: it must end rank 0, and with it the connections of the
+        others.
+        """
+        self._leads = True
+        try:
+            result = method(self, *args)
+        except (WeightSyncError, ValueError) as error:
+            self._tell(False, (self.version, self._current_version, self._filled, str(error)))
+            raise
+        finally:
+            self._leads = False
+        self._tell(False, (self.version, self._current_version, self._filled, None))
+        return result
+
+    def _follow(self) -> int:
+        """Take part in a joint call of rank 0, and take over its versions at the end."""
+        if self.ranks.size > 1:
+            while (message := self.ranks.broadcast(lambda: None))[0]:
+                with suppress(GatherError):  # rank 0 knows of it, and decides
+                    self._help(message[1])
+            self.version, self._current_version, self._filled, failure = message[1]
+            if failure is not None:
+                raise WeightSyncError(f"rank 0 could not send: {failure}")
+        return self.version
+
+    def _tell(self, is_order: bool, content: Any) -> None:
+        """Send an order to gather, or the end of a joint call, to the other ranks."""
+        if self.ranks.size > 1:
+            self.ranks.broadcast(lambda: (is_order, content))
 
     def _discard_open(self) -> None:
         """Drop a version that was published and never committed."""
         if self._open is not None:
             self._open.cancel("waiting for the commit", EngineError("a newer version replaced it"))
-            if self._open.snapshot is not None:
-                self._release(self._open.snapshot)
+            self._release(self._open.snapshot)
             self._open = None
 
     def _wait_for_targets(self) -> list[WeightTarget]:
@@ -349,14 +443,20 @@ class Publisher(WeightUpdater):
 
     def _initial_snapshot(self) -> Snapshot:
         """Take the snapshot of weights that were never pushed, if training has not changed them."""
-        if self._filled or self.joint.ranks.size > 1 or _change_counts(self._trained) != self._initial_counts:
+        if self._filled or self.ranks.size > 1 or _change_counts(self._trained) != self._initial_counts:
             raise WeightSyncError(
                 f"there is no snapshot of version {self.version}; call initialize() before training, or push again"
             )
-        snapshot = self._take_snapshot(self.version, (), keep=True)
-        if _change_counts(self._trained) != self._initial_counts:
+        snapshot = self._new_snapshot(self.version, keep=True)
+        try:
+            self._gather(snapshot, self._deliver(snapshot, (), on_failed=None))
+            if _change_counts(self._trained) != self._initial_counts:
+                raise WeightSyncError(
+                    "training changed the model during its first fill; call initialize() before training"
+                )
+        except BaseException:
             self._release(snapshot)
-            raise WeightSyncError("training changed the model during its first fill; call initialize() before training")
+            raise
         return snapshot
 
     def _release_current(self) -> None:
@@ -371,15 +471,15 @@ class Publisher(WeightUpdater):
             self._snapshot.tainted = True
             self._release_current()
 
-    def _note_filled(self, peer: Peer, snapshot: Snapshot) -> None:
-        peer.filled = (snapshot.version, peer.engine.start_count)
+    def _note_loaded(self, peer: Peer, snapshot: Snapshot) -> None:
+        peer.loaded = (snapshot, peer.engine.start_count)
         self._current_version = max(self._current_version, snapshot.version)
         if self.group is not None:
             self.group.mark_filled(peer.engine, snapshot.version)
 
-    def _note_failed(self, session: Session) -> None:
-        session.peer.filled = None
-        self.group.mark_failed(session.peer.engine, session.error.__cause__)
+    def _note_failed(self, delivery: Delivery) -> None:
+        delivery.peer.loaded = None
+        self.group.mark_failed(delivery.peer.engine, delivery.error.__cause__)
 
     def _peer(self, engine: WeightTarget) -> Peer:
         if id(engine) not in self._peers:
@@ -394,7 +494,27 @@ class Publisher(WeightUpdater):
                 self._peers.pop(key).disconnect()
 
     def _explained(self, version: int, error: BaseException) -> WeightSyncError:
-        return explain(version, error, list(self._peers.values()), self.group, self.timeout)
+        """Return an error with the failed step, the engine, the cause, the current versions and the fix."""
+        cause = error.__cause__ if isinstance(error, StepError) else error
+        where = f"{error.engine} failed at {error.purpose}" if isinstance(error, StepError) else "the trainer failed"
+        states = [
+            f"{peer.name} has version {peer.engine.version}"
+            if peer.engine.failed_version is None
+            else f"{peer.name} has parts of version {peer.engine.failed_version} and refuses to sample"
+            for peer in self._peers.values()
+        ]
+        if self.group is not None:
+            remedy = f"The {type(self.group).__name__} restarts or refills its members; the next push sends everything"
+        elif isinstance(cause, EngineDeadError):
+            remedy = "Call the engine's restart() and push again, or use an EnginePool, which restarts its members"
+        elif isinstance(cause, EngineTimeoutError):
+            remedy = f"Push again; if the engine is alive but slow, raise timeout={self.timeout:g}"
+        else:
+            remedy = "Push again after fixing the cause; the push sends everything"
+        return WeightSyncError(
+            f"version {version} of the weights did not arrive: {where}: {type(cause).__name__}: {cause}. "
+            f"Now {'; '.join(states)}. {remedy}"
+        )
 
 
 def _change_counts(model: nn.Module) -> list[int]:

@@ -18,16 +18,10 @@ SENDER = 0  # rank that has the engines
 
 
 class Piece(NamedTuple):
-    """Block of a tensor that one rank has.
+    """Block of a tensor that one rank has."""
 
-    Attributes:
-        rank: rank that has it. Of several ranks with the same block, the first.
-        offset: index of its first element in each dimension.
-        shape: shape of the block.
-    """
-
-    rank: int
-    offset: tuple[int, ...]
+    rank: int  # of several ranks with the same block, the first
+    offset: tuple[int, ...]  # index of its first element in each dimension
     shape: tuple[int, ...]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -62,11 +56,7 @@ def sharing_ranks(model: nn.Module) -> Ranks:
 
 
 def reshard(model: nn.Module) -> None:
-    """Release parameters that a forward pass under ``fully_shard`` left gathered, because training updates the shards.
-
-    Raises:
-        ValueError: if the model is sharded with ``FullyShardedDataParallel``.
-    """
+    """Release parameters that a forward pass under ``fully_shard`` left gathered: training updates the shards."""
     if not distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -91,10 +81,7 @@ def collective(what: str) -> Iterator[None]:
 
 
 def list_pieces(tensor: Any) -> tuple[Piece, ...]:
-    """Return the blocks that make up a tensor; a single one of the sender if the tensor is not sharded.
-
-    The tensor must come from :func:`simplify`.
-    """
+    """Return the blocks of a tensor from :func:`simplify`; a single one of the sender if it is not sharded."""
     if not hasattr(tensor, "full_tensor"):
         return (Piece(SENDER, (0,) * tensor.dim(), tuple(tensor.shape)),)
     return _split(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
@@ -112,14 +99,8 @@ def simplify(tensor: Any) -> torch.Tensor:
 def gather(tensors: Sequence[Any], to: int | None = SENDER) -> list[torch.Tensor]:
     """Return whole tensors on one rank; a collective call of all ranks if any tensor is sharded.
 
-    Each other rank sends its blocks of all tensors in one message. It has no more memory than that.
-
-    Args:
-        tensors: plain or sharded tensors, the same ones on all ranks.
-        to: rank that gets them. None: all ranks.
-
-    Returns:
-        The tensors; an empty list on other ranks.
+    Each other rank sends its blocks of all tensors in one message. It has no more memory than that, and gets an empty
+    list. ``to=None`` returns the tensors on all ranks.
     """
     if not any(hasattr(tensor, "full_tensor") for tensor in tensors):
         return list(tensors)
@@ -140,28 +121,28 @@ def _gather_blocks(tensors: Sequence[Any], to: int) -> list[torch.Tensor]:
     shared = [number for number, tensor in enumerate(sharded) if to in tensor.device_mesh.mesh]
     blocks = [(number, piece) for number in shared for piece in list_pieces(sharded[number])]
     if rank == to:
-        made = [torch.empty(t.shape, dtype=t.dtype, device=t.to_local().device) for t in sharded]
-    for source in sorted({piece.rank for _, piece in blocks}):
-        of_source = [(number, piece) for number, piece in blocks if piece.rank == source]
-        if source == rank == to:
-            for number, piece in of_source:
-                piece.of(made[number]).copy_(sharded[number].to_local())
-        elif rank in (source, to):
+        whole = [torch.empty(t.shape, dtype=t.dtype, device=t.to_local().device) for t in sharded]
+    for owner in sorted({piece.rank for _, piece in blocks}):
+        owned = [(number, piece) for number, piece in blocks if piece.rank == owner]
+        if owner == rank == to:
+            for number, piece in owned:
+                piece.of(whole[number]).copy_(sharded[number].to_local())
+        elif rank in (owner, to):
             # Move all blocks in one buffer, on the device that the ranks communicate with
-            infos = [TensorInfo.of("", sharded[number])._replace(shape=piece.shape) for number, piece in of_source]
+            infos = [TensorInfo.of("", sharded[number])._replace(shape=piece.shape) for number, piece in owned]
             buffer = torch.empty(packed_size(infos), dtype=torch.uint8, device=_wire_device(sharded[0]))
-            if rank == source:
-                pack([sharded[number].to_local() for number, _ in of_source], buffer)
+            if rank == owner:
+                pack([sharded[number].to_local() for number, _ in owned], buffer)
                 distributed.send(buffer, to)
             else:
-                distributed.recv(buffer, source)
-                for (number, piece), view in zip(of_source, unpack(buffer, infos), strict=True):
-                    piece.of(made[number]).copy_(view)
+                distributed.recv(buffer, owner)
+                for (number, piece), view in zip(owned, unpack(buffer, infos), strict=True):
+                    piece.of(whole[number]).copy_(view)
             del buffer
     if rank != to:
         return []
-    found = iter(made)
-    return [next(found) if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
+    gathered = iter(whole)
+    return [next(gathered) if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
 
 
 @lru_cache(maxsize=4096)

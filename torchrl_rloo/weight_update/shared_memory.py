@@ -47,10 +47,6 @@ class SharedMemoryStorage(PackedStorage):
     """Version in one mapped file, which exists until it is released.
 
     The file is locked, so that a later process can recognize the files of a killed one.
-
-    Args:
-        directory: directory of the file.
-        sizes: packed size of each bucket in bytes.
     """
 
     def __init__(self, directory: Path, sizes: Sequence[int]):
@@ -103,9 +99,9 @@ class SharedMemory(Transport):
             return spare
         if spare is not None:
             spare.remove()
-        made = self._make_file(sizes)
-        self._files.add(made)
-        return made
+        storage = self._make_file(sizes)
+        self._files.add(storage)
+        return storage
 
     def release(self, storage: SharedMemoryStorage, reusable: bool) -> None:
         if reusable and self._spare is None:
@@ -129,7 +125,7 @@ class SharedMemory(Transport):
                 cause = error
         raise OSError(
             f"no room for {sum(sizes)} bytes of weights in {' or '.join(map(str, candidates))} ({cause}); set another "
-            "directory of SharedMemory, or use Collective() or Files(directory)"
+            "directory of SharedMemory, or use Files(directory)"
         ) from cause
 
 
@@ -139,29 +135,24 @@ def _open_packed(path: str, uid: int, sizes: Sequence[int]) -> PackedStorage:
 
 
 def _map(path: str, size: int, uid: int) -> torch.Tensor:
-    """Map a file that the trainer's user owns, and only that user can open.
-
-    Raises:
-        FileNotFoundError: if there is no file.
-        PermissionError: if it is a link, or another user may have written it.
-    """
+    """Map a file that the trainer's user owns, and that no other user can have written."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{path} is not on this machine; use the transport Collective() or Files(directory) for engines on "
-            "other machines"
+            f"{path} is not on this machine; use the transport VLLMNCCL() or Files(directory) for engines on other "
+            "machines"
         ) from error
     except OSError as error:
         raise PermissionError(
             f"{path} is no file of weights ({error.strerror}); set a directory of your own"
         ) from error
     try:
-        found = os.fstat(handle)
-        others = stat.S_IMODE(found.st_mode) & 0o077
-        if not stat.S_ISREG(found.st_mode) or others or found.st_uid != uid:
+        status = os.fstat(handle)
+        others = stat.S_IMODE(status.st_mode) & 0o077
+        if not stat.S_ISREG(status.st_mode) or others or status.st_uid != uid:
             raise PermissionError(
-                f"{path} has uid={found.st_uid} mode={found.st_mode:o}, must be a file of uid={uid} with mode 600; "
+                f"{path} has uid={status.st_uid} mode={status.st_mode:o}, must be a file of uid={uid} with mode 600; "
                 "set a directory of your own"
             )
         return torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)

@@ -1,18 +1,30 @@
-"""WeightSource: whole, merged tensors of a training model under the names of its checkpoint."""
+"""WeightSource: whole, merged tensors of a training model under the names of its checkpoint, from all its ranks."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchrl_rloo.four_bit import compute_dtype, dequantize, is_four_bit
-from torchrl_rloo.weight_update.protocol import TensorInfo
-from torchrl_rloo.weight_update.shards import SENDER, Piece, gather, is_sender, list_pieces, reshard, simplify
+from torchrl_rloo.runtime.ranks import Ranks
+from torchrl_rloo.weight_update.protocol import TensorInfo, unpack
+from torchrl_rloo.weight_update.shards import (
+    SENDER,
+    Piece,
+    collective,
+    gather,
+    is_sender,
+    list_pieces,
+    reshard,
+    simplify,
+)
+from torchrl_rloo.weight_update.transport import PackedStorage, Storage
 
 Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 
@@ -108,22 +120,21 @@ class WeightSource:
         def convert() -> list[torch.Tensor]:
             out = []
             for (infos, part, kept), value in zip(chosen[: len(values)], values, strict=True):
-                made = list(self._convert(part, value))
-                if (found := [TensorInfo.of(*pair) for pair in made]) != infos:
+                pairs = list(self._convert(part, value))
+                if (now := [TensorInfo.of(*pair) for pair in pairs]) != infos:
                     raise ValueError(
-                        f"{part.name} must match {infos} of the manifest, got {found}; make a new WeightSource"
+                        f"{part.name} must match {infos} of the manifest, got {now}; make a new WeightSource"
                     )
-                out += [tensor for _, tensor in made[kept]]
+                out += [tensor for _, tensor in pairs[kept]]
             return out
 
         return convert
 
     @torch.no_grad()
     def pieces(self, first: int, last: int, rank: int) -> list[tuple[int, Piece, torch.Tensor]]:
-        """Return the blocks of a rank in the tensors ``first`` to ``last - 1``, without ``convert``.
+        """Return a rank's blocks of the tensors ``first`` to ``last - 1``, without ``convert``.
 
-        Returns:
-            Index of the tensor from ``first``, place of the block, and its values.
+        Each has the index of its tensor from ``first``, its place, and its values.
         """
         reshard(self.model)
         out = []
@@ -153,6 +164,79 @@ class WeightSource:
                 delta = _adapter_delta(layer, adapter, part)
                 value = value + (gather([delta], None)[0] if part.is_four_bit else delta)
         return value.to(self._dtype_of(part))  # still sharded, so that it is gathered only once
+
+
+class GatherError(RuntimeError):
+    """Failure of a rank that all ranks know of, so that they stay in step and may try again."""
+
+
+class GatherOrder(NamedTuple):
+    """Order of rank 0 to the other ranks to gather buckets ``(first, last)`` of the manifest."""
+
+    buckets: list[tuple[int, int]]
+    open_storage: Callable[[], PackedStorage] | None  # None if only rank 0 can write the storage
+
+
+def store_buckets(
+    source: WeightSource,
+    storage: Storage | None,
+    order: GatherOrder,
+    ranks: Ranks,
+    before: Callable[[int], None] = lambda number: None,
+    after: Callable[[int, list[torch.Tensor]], None] = lambda number, tensors: None,
+) -> None:
+    """Move all buckets from all ranks into rank 0's storage, one after the other; a collective call of all ranks.
+
+    If all ranks can write the storage, each writes its own blocks. Otherwise rank 0 gathers each bucket and writes it.
+    Rank 0 calls ``before`` with a bucket's number before it is stored, and ``after`` with its number and tensors.
+
+    Raises RankError if the ranks no longer make the same calls, and GatherError on all ranks if another one failed.
+    """
+    manifest, shared = source.manifest(), False
+    if order.open_storage is not None and ranks.size > 1 and source.convert is None:
+        try:
+            storage = order.open_storage() if storage is None else storage
+        except OSError:  # on another machine
+            storage = None
+        shared = all(ranks.all_gather(storage is not None))
+    failure: Exception | None = None
+    for number, (first, last) in enumerate(order.buckets):
+        infos = manifest[first:last]
+        # Move the tensors; an error here may leave the other ranks waiting, so it ends all
+        with collective("gathered weights") if ranks.size > 1 else nullcontext():
+            moved = source.pieces(first, last, ranks.rank) if shared else source.collect(first, last)
+        # Write them; an error here, or in the last `after`, is reported to all ranks
+        tensors: list[torch.Tensor] = []
+        try:
+            if failure is not None:
+                raise failure
+            before(number)
+            if shared:
+                storage.put_pieces(number, infos, moved)
+                tensors = unpack(storage.view(number), infos)
+            elif ranks.is_main:
+                tensors = moved()
+                storage.put(number, infos, tensors)
+        except Exception as error:
+            failure = error
+        _agree(failure, ranks)
+        try:
+            after(number, tensors)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def _agree(failure: Exception | None, ranks: Ranks) -> None:
+    """Raise on all ranks if one of them failed."""
+    message = None if failure is None else f"{type(failure).__name__}: {failure}"
+    messages = ranks.all_gather(message) if ranks.size > 1 else []
+    if failure is not None and ranks.is_main:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise GatherError(f"rank {rank} failed: {message}")
 
 
 class _Part(NamedTuple):
@@ -194,10 +278,7 @@ def _list_parts(model: nn.Module) -> list[_Part]:
 def _walk_tensors(
     module: nn.Module, prefix: str, layers: tuple[Any, ...], replaced: dict[int, _Part]
 ) -> Iterator[_Part]:
-    """Yield the tensors that the module computes with, without adapters, and note trained copies in ``replaced``.
-
-    The keys of ``replaced`` are the ids of the base model's tensors that the copies replace.
-    """
+    """Yield the tensors that the module computes with, and note trained copies in ``replaced`` by the replaced ids."""
     # Modules of peft: use the base layer with its deltas, or the trained copy
     kind = _peft_kind(module)
     if kind == "lora":

@@ -86,35 +86,21 @@ class WeightTarget(ABC):
 
 
 class Lifecycle(ABC):
-    """Base class of what starts, sleeps, dies and restarts.
-
-    Attributes:
-        closed: True once it was closed.
-        asleep: True while it sleeps.
-    """
+    """Base class of what starts, sleeps, dies and restarts."""
 
     closed: bool = False
     asleep: bool = False
 
     @abstractmethod
     def check_health(self, timeout: float = 10.0) -> None:
-        """Call the engine and wait for its answer.
+        """Call the engine and wait ``timeout`` seconds for its answer.
 
-        Args:
-            timeout: seconds to wait for the answer.
-
-        Raises:
-            EngineDeadError: if the engine is dead, or does not answer in time. In the second case its cause is an
-                :class:`EngineTimeoutError`.
-            EngineError: if the engine is closed.
+        Raise EngineDeadError if it is dead, or does not answer in time; its cause is then an EngineTimeoutError. Raise
+        EngineError if it is closed.
         """
 
     def restart(self) -> None:
-        """Kill what remains of the engine and start it from its checkpoint, with ``version`` 0.
-
-        Raises:
-            EngineError: if the engine cannot be restarted.
-        """
+        """Kill what remains of the engine and start it from its checkpoint, with ``version`` 0."""
         raise EngineError(f"{type(self).__name__} cannot be restarted")
 
     @abstractmethod
@@ -146,14 +132,10 @@ class TargetGroup(ABC):
 
     @abstractmethod
     def attach(self, fill: Callable[[WeightTarget], None]) -> None:
-        """Make all members wait for weights.
+        """Make all members wait for weights; only one publisher may be attached.
 
-        Args:
-            fill: function that gives one engine the latest weights. It is called on threads of the group, after each
-                restart. The engine samples once it has returned.
-
-        Raises:
-            ValueError: if a publisher is attached already.
+        After each restart the group calls ``fill`` on a thread, which gives one engine the latest weights. The engine
+        samples once it has returned.
         """
 
     @abstractmethod

@@ -8,19 +8,17 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchrl_rloo.runtime.lookup import import_object
 from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
 from torchrl_rloo.weight_update.shards import Piece
-from torchrl_rloo.weight_update.target import WeightTarget
+from torchrl_rloo.weight_update.target import EngineError
+
+TRANSPORTS: dict[str, type[Transport]] = {}  # by name; each class enters itself when it is imported
+ELSEWHERE = {"object_store": "torchrl_rloo.ray.object_store.ObjectStore"}  # imported at the first use
 
 
 class Receiver(ABC):
-    """Receiving end of a transport, in one worker of an engine.
-
-    Args:
-        options: options of the :class:`Link`, after a round trip through JSON.
-        device: device of the worker's model.
-        rank: rank of the worker in its engine.
-    """
+    """Receiving end of a transport, in worker ``rank`` of an engine, with the ``options`` of the :class:`Link`."""
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):  # noqa: B027
         pass
@@ -34,15 +32,10 @@ class Receiver(ABC):
 
 
 class Storage(ABC):
-    """Buckets of one version at the trainer.
+    """Buckets of one version at the trainer."""
 
-    Attributes:
-        window: number of latest buckets that remain; None if all do.
-        kept: whether all buckets remain while the training model changes.
-    """
-
-    window: int | None = None
-    kept: bool = True
+    window: int | None = None  # number of latest buckets that remain; None if all do
+    kept: bool = True  # whether all buckets remain while the training model changes
 
     @abstractmethod
     def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
@@ -52,88 +45,78 @@ class Storage(ABC):
     def get(self, bucket: int) -> Any:
         """Return what :meth:`Link.send` takes."""
 
-    def opener(self) -> Callable[[], Storage] | None:
-        """Return a function that opens the storage in another training rank, to write buckets there as well.
+    def opener(self) -> Callable[[], PackedStorage] | None:
+        """Return a function that opens the storage in another training rank; None if only this process can write.
 
-        It can be pickled, and raises OSError on another machine. None if only this process can write.
+        It can be pickled, and raises OSError on another machine.
         """
         return None
 
 
 class Link:
-    """Connection to the workers of one engine.
-
-    Args:
-        options: options of the receivers, as plain JSON.
-    """
+    """Connection to the workers of one engine, with ``options`` for their receivers as plain JSON."""
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         self.options = dict(options or {})
 
-    def joined(self) -> None:  # noqa: B027
-        """Wait until all workers have connected."""
+    def open(self, announce: Callable[[dict[str, Any]], Any]) -> None:
+        """Call ``announce`` with the options, upon which the workers connect, and return once they have."""
+        announce(self.options)
 
     def send(self, stored: Any) -> dict[str, Any]:
-        """Send a stored bucket to the workers, or start to.
-
-        Returns:
-            Payload for the receivers, as plain JSON (except for :class:`Direct`).
-        """
+        """Return the payload of a stored bucket for the receivers, as plain JSON (except for :class:`Direct`)."""
         return stored
+
+    def deliver(self, stored: Any, call: Callable[[dict[str, Any]], Any]) -> None:
+        """Call ``call`` with the payload, upon which the workers receive the bucket, and return once they have."""
+        call(self.send(stored))
 
     def close(self) -> None:  # noqa: B027
         """Close the connection."""
 
 
 class Transport(ABC):
-    """Sending end of a transport.
-
-    Attributes:
-        name: name of the transport in ``connect``.
-        receiver: class of the receiving end.
-    """
+    """Sending end of a transport, whose ``name`` is that in ``connect``."""
 
     name: ClassVar[str]
     receiver: ClassVar[type[Receiver]]
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "name" in vars(cls):  # subclasses share the receiver of their base
+            TRANSPORTS[cls.name] = cls
+
     @abstractmethod
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> Storage:
-        """Prepare to store a version.
-
-        Args:
-            version: policy version of the weights.
-            sizes: packed size of each bucket in bytes.
-            keep: True if the buckets must remain after the push, while the training model changes.
-        """
-
-    def check(self, engines: Sequence[WeightTarget]) -> None:  # noqa: B027
-        """Raise ``ValueError`` if the transport does not reach an engine."""
+        """Prepare to store a version in buckets of packed ``sizes``, which with ``keep`` remain after the push."""
 
     def release(self, storage: Storage, reusable: bool) -> None:  # noqa: B027
         """Free a storage, or reuse it for a later version if no worker can still read it."""
 
     def connect(self, workers: int, timeout: float, node_id: str | None = None) -> Link:
-        """Prepare for the workers of one engine to connect.
-
-        Args:
-            workers: number of workers of the engine.
-            timeout: seconds that any later operation may take.
-            node_id: Ray's id of the engine's node; None if it is in no actor.
-        """
+        """Prepare for the workers of one engine to connect, on Ray's node ``node_id`` if it is in an actor."""
         return Link()
 
     def close(self) -> None:  # noqa: B027
         """Release resources and remove files; the transport may be used again."""
 
 
-class PackedStorage(Storage):
-    """Buckets one after the other in one buffer, or the two latest in turn.
+def find_transport(name: str) -> type[Transport]:
+    """Return the transport of a name, or raise EngineError if there is none."""
+    if name not in TRANSPORTS and name in ELSEWHERE:
+        return import_object(ELSEWHERE[name], "transport")
+    if name not in TRANSPORTS:
+        raise EngineError(f"transport={name!r} must be one of {sorted(TRANSPORTS.keys() | ELSEWHERE)}")
+    return TRANSPORTS[name]
 
-    Args:
-        buffer: uint8 tensor ``[nbytes]``.
-        sizes: packed size of each bucket in bytes.
-        window: 2 for two alternating halves of the buffer; None for all buckets.
-    """
+
+def open_receiver(info: Mapping[str, Any], device: torch.device, rank: int) -> Receiver:
+    """Return the receiving end that the message of ``connect`` announces."""
+    return find_transport(info["transport"]).receiver(info.get("options", {}), device, rank)
+
+
+class PackedStorage(Storage):
+    """Buckets of packed ``sizes`` in one uint8 buffer ``[nbytes]``: one after the other, or the two latest in turn."""
 
     def __init__(self, buffer: torch.Tensor, sizes: Sequence[int], window: int | None = None):
         self.buffer, self.sizes = buffer, list(sizes)
@@ -148,13 +131,7 @@ class PackedStorage(Storage):
     def put_pieces(
         self, bucket: int, infos: Sequence[TensorInfo], pieces: Sequence[tuple[int, Piece, torch.Tensor]]
     ) -> None:
-        """Store blocks of tensors.
-
-        Args:
-            bucket: number of the bucket.
-            infos: all tensors of the bucket.
-            pieces: index in ``infos``, place and values of each block.
-        """
+        """Store blocks of the tensors ``infos``: the index in ``infos``, place and values of each block."""
         views = unpack(self.view(bucket), infos)
         for number, piece, values in pieces:
             piece.of(views[number]).copy_(values)
@@ -175,11 +152,7 @@ class DirectReceiver(Receiver):
 
 
 class DirectStorage(Storage):
-    """References to the tensors of the two latest buckets, or copies of all tensors.
-
-    Args:
-        keep: whether to copy the tensors.
-    """
+    """References to the tensors of the two latest buckets, or copies of all tensors if ``keep``."""
 
     def __init__(self, keep: bool):
         self.kept, self.window = keep, None if keep else 2
@@ -198,14 +171,6 @@ class Direct(Transport):
     """Transport that passes tensors by reference to engines in the trainer's process, which copy them at loading."""
 
     name, receiver = "direct", DirectReceiver
-
-    def check(self, engines: Sequence[WeightTarget]) -> None:
-        elsewhere = [type(engine).__name__ for engine in engines if not engine.in_process]
-        if elsewhere:
-            raise ValueError(
-                f"transport=Direct() requires engines in this process, but {elsewhere[0]} is in another; use "
-                "SharedMemory(), Collective() or Files(directory)"
-            )
 
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> Storage:
         return DirectStorage(keep)

@@ -1,4 +1,4 @@
-"""WeightPublisher: sends all weights of a training model to engines and confirms them by checksums."""
+"""WeightPublisher: sends all weights to engines in buckets, which each engine confirms by checksums."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal, NamedTuple
 
+import torch
 from torch import nn
 
-from torchrl_rloo.runtime.lookup import import_object
-from torchrl_rloo.weight_update.checksums import CHECKSUMS
-from torchrl_rloo.weight_update.gathering import Gathering, GatherOrder
-from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, plan_buckets
-from torchrl_rloo.weight_update.publication import Publication, Snapshot
+from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Snapshot
+from torchrl_rloo.weight_update.protocol import CHECKSUMS, TensorInfo, packed_size, plan_buckets
 from torchrl_rloo.weight_update.publisher import Commit, Publisher
-from torchrl_rloo.weight_update.session import Session, wait_until
-from torchrl_rloo.weight_update.shared_memory import SharedMemory
-from torchrl_rloo.weight_update.source import WeightSource
+from torchrl_rloo.weight_update.source import GatherOrder, WeightSource, store_buckets
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
-from torchrl_rloo.weight_update.transport import Direct, Storage, Transport
+from torchrl_rloo.weight_update.transport import Storage, Transport, find_transport
 
 
 class Push(NamedTuple):
@@ -45,7 +41,7 @@ class Push(NamedTuple):
         return self.bytes / self.seconds
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class WeightSnapshot(Snapshot):
     """Buckets of a version in the storage of a transport."""
 
@@ -54,6 +50,7 @@ class WeightSnapshot(Snapshot):
     transport: Transport
     storage: Storage
     verify: bool
+    sends_now: bool  # True if the buckets are staged while they are stored; False if each engine loads them later
     checksums: list[str | None] = field(default_factory=list)
 
 
@@ -64,9 +61,9 @@ class WeightPublisher(Publisher):
     while they sample. Then each engine pauses, loads what it has staged, confirms every bucket, drops its caches, and
     resumes. The snapshot stays until the next version is in use, so that :meth:`fill` can give it to one engine.
 
-    All ranks of a sharded model make one updater each and the same calls. Rank 0 sends. With :class:`SharedMemory`,
-    ``ObjectStore`` and :class:`Files`, every rank on its machine writes its share of the snapshot; with other
-    transports, the others send theirs to rank 0 bucket by bucket. Only rank 0 needs engines.
+    All ranks of a sharded model make one updater each and the same calls. Rank 0 sends. With :class:`SharedMemory` and
+    ``ObjectStore``, every rank on its machine writes its share of the snapshot; with other transports, the others send
+    theirs to rank 0 bucket by bucket. Only rank 0 needs engines.
 
     Args:
         source: training model, or its :class:`~torchrl_rloo.weight_update.source.WeightSource`.
@@ -98,7 +95,7 @@ class WeightPublisher(Publisher):
         >>> from torchrl_rloo.engines.transformers_engine import TransformersEngine
         >>> tokenizer = build_tokenizer()
         >>> engine = TransformersEngine(build_model(tokenizer, seed=0).eval())
-        >>> publisher = WeightPublisher(build_model(tokenizer, seed=1), engine, transport=Direct())
+        >>> publisher = WeightPublisher(build_model(tokenizer, seed=1), engine)
         >>> publisher.push_weights()
         1
         >>> engine.version, publisher.last_push.buckets
@@ -130,27 +127,39 @@ class WeightPublisher(Publisher):
         )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
-        if transport != "auto" and not isinstance(transport, Transport):
-            raise ValueError(f"transport={transport!r} must be 'auto' or a Transport, such as SharedMemory()")
         if checksum not in CHECKSUMS:
             raise ValueError(f"checksum={checksum!r} must be one of {sorted(CHECKSUMS)}")
         if verify_every < 1:
             raise ValueError(f"verify_every={verify_every} must be at least 1")
-        # Choose a transport that reaches all engines
-        known = self.engines if self.group is None or not self.sends else self.group.targets()
-        elsewhere = [engine for engine in known if not engine.in_process]
-        if transport == "auto":
-            if known and all(engine.reads_object_store for engine in known):
-                transport = import_object("torchrl_rloo.ray.ObjectStore", "transport")()
-            else:
-                transport = SharedMemory() if elsewhere or (self.sends and not known) else Direct()
-        transport.check(known)
-        self.transport, self.bucket_bytes, self.staged = transport, bucket_bytes, staged
+        self.transport, self.bucket_bytes, self.staged = self._choose(transport), bucket_bytes, staged
         self.checksum, self.verify_every = checksum, verify_every
         self.last_push: Push | None = None
         self._pushes = 0
         if self.group is not None and self.sends:
             self.group.attach(self.fill)
+
+    def _choose(self, transport: Literal["auto"] | Transport) -> Transport:
+        """Return a transport that reaches all engines."""
+        if transport != "auto" and not isinstance(transport, Transport):
+            raise ValueError(f"transport={transport!r} must be 'auto' or a Transport, such as SharedMemory()")
+        known = self.engines if self.group is None or not self.sends else self.group.targets()
+        elsewhere = [engine for engine in known if not engine.in_process]
+        without_store = [engine for engine in known if not engine.reads_object_store]
+        if transport == "auto":
+            if known and not without_store:
+                return find_transport("object_store")()
+            return find_transport("shared_memory" if elsewhere or (self.sends and not known) else "direct")()
+        if without_store and transport.name == "object_store":
+            raise ValueError(
+                f"transport=ObjectStore() requires engines that are a RayEngine on one node, but one is a "
+                f"{type(without_store[0]).__name__}; use SharedMemory(), Files(directory) or a transport of vLLM"
+            )
+        if elsewhere and transport.name == "direct":
+            raise ValueError(
+                f"transport=Direct() requires engines in this process, but {type(elsewhere[0]).__name__} is in "
+                "another; use SharedMemory() or Files(directory)"
+            )
+        return transport
 
     def close(self) -> None:
         """Release the snapshot, its files and the connections. A push connects again."""
@@ -158,88 +167,84 @@ class WeightPublisher(Publisher):
         if self.sends:  # the directory of files is that of all ranks
             self.transport.close()
 
-    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> WeightSnapshot:
-        """Store all buckets, and stage each as soon as it is stored."""
+    def _new_snapshot(self, version: int, keep: bool) -> WeightSnapshot:
         manifest = self.source.manifest()
         buckets = plan_buckets(manifest, self.bucket_bytes)
         if self.group is None:
             self._release_current()  # the new snapshot reuses its memory
+        storage = self.transport.store(version, [packed_size(manifest[a:b]) for a, b in buckets], keep)
         verify = self._pushes % self.verify_every == 0
         self._pushes += 1
-        storage = self.transport.store(version, [packed_size(manifest[a:b]) for a, b in buckets], keep)
-        snapshot = WeightSnapshot(
-            version, storage.kept, False, manifest, buckets, transport=self.transport, storage=storage, verify=verify
+        return WeightSnapshot(
+            version,
+            storage.kept,
+            manifest=manifest,
+            buckets=buckets,
+            transport=self.transport,
+            storage=storage,
+            verify=verify,
+            sends_now=self.staged or not keep,
         )
-        order = GatherOrder(buckets, self.checksum if verify else None, storage.opener())
-        sends_now = self.staged or not keep  # otherwise each engine loads from the snapshot in its commit
-        reached: list[list[int]] = [[] for _ in sessions]  # steps at which each engine has each bucket
+
+    def _gather(self, snapshot: WeightSnapshot, deliveries: Deliveries) -> None:
+        """Store all buckets, and stage each as soon as it is stored."""
+        storage, steps = snapshot.storage, []  # steps[number] is the step at which each engine has that bucket
 
         def wait(number: int) -> None:
             if storage.window is not None and number >= storage.window:
-                self._wait_for_bucket(sessions, [steps[number - storage.window] for steps in reached])
+                deliveries.wait_for_steps(steps[number - storage.window])
 
-        def stage(number: int, checksum: str | None) -> None:
-            snapshot.checksums.append(checksum)
-            if sends_now:
-                for session, steps in zip(sessions, reached, strict=True):
-                    steps.append(self._add_bucket(session, snapshot, number))
+        def stage(number: int, tensors: list[torch.Tensor]) -> None:
+            snapshot.checksums.append(CHECKSUMS[self.checksum](tensors) if snapshot.verify else None)
+            if snapshot.sends_now:
+                steps.append([self._add_bucket(delivery, snapshot, number) for delivery in deliveries.active])
 
-        try:
-            for session in sessions:
-                self._add_connect(session, snapshot)
-                if sends_now:
-                    if not self.staged:
-                        session.add_pause(self.in_flight)
-                    self._add_start(session, snapshot)
-            self.joint.order(order)
-            Gathering(self.source, storage, order, self.joint.ranks).run(wait, stage)
-        except BaseException:
-            snapshot.tainted = True
-            self._release(snapshot)
-            raise
-        return snapshot
+        for delivery in deliveries.active:
+            self._add_connect(delivery, snapshot)
+            if snapshot.sends_now:
+                if not self.staged:
+                    delivery.add_pause(self.in_flight)
+                self._add_start(delivery, snapshot)
+        order = GatherOrder(snapshot.buckets, storage.opener())
+        self._tell(True, order)
+        store_buckets(self.source, storage, order, self.ranks, wait, stage)
 
     def _help(self, order: GatherOrder) -> None:
-        Gathering(self.source, None, order, self.joint.ranks).run()
+        store_buckets(self.source, None, order, self.ranks)
 
-    def _wait_for_bucket(self, sessions: Sequence[Session], steps: Sequence[int]) -> None:
-        """Wait until all engines that have not failed have completed a step."""
-        pairs = list(zip(sessions, steps, strict=True))
-        wait_until(sessions, lambda: all(s.error is not None or s.completed >= n for s, n in pairs), self._changed)
-
-    def _stage(self, session: Session, snapshot: WeightSnapshot) -> None:
-        self._add_connect(session, snapshot)
+    def _add_staging(self, delivery: Delivery, snapshot: WeightSnapshot) -> None:
+        self._add_connect(delivery, snapshot)
         if self.staged:
-            self._add_update(session, snapshot)
+            self._add_update(delivery, snapshot)
 
-    def _load(self, session: Session, snapshot: WeightSnapshot) -> None:
-        if not session.is_open:
-            self._add_update(session, snapshot)
+    def _add_load(self, delivery: Delivery, snapshot: WeightSnapshot) -> None:
+        if not delivery.is_open:
+            self._add_update(delivery, snapshot)
 
         def finish(engine: WeightTarget) -> None:
             reports = engine.update_weights("finish", {"version": snapshot.version}, timeout=self.timeout)
             expected = (snapshot.version, snapshot.checksums, len(snapshot.manifest))
-            found = [(report.get("version"), report.get("checksums"), report.get("tensors")) for report in reports]
-            if not found or any(one != expected for one in found):
+            confirmed = [(report.get("version"), report.get("checksums"), report.get("tensors")) for report in reports]
+            if not confirmed or any(one != expected for one in confirmed):
                 raise EngineError(
-                    f"its workers report versions, checksums and numbers of tensors {found}, not version {expected[0]} "
-                    f"with {expected[1:]}"
+                    f"its workers report versions, checksums and numbers of tensors {confirmed}, not version "
+                    f"{expected[0]} with {expected[1:]}"
                 )
 
-        session.add("loading the new weights", finish)
+        delivery.add("loading the new weights", finish)
 
     def _release(self, snapshot: WeightSnapshot) -> None:
         snapshot.transport.release(snapshot.storage, reusable=not snapshot.tainted)
 
-    def _note_push(self, publication: Publication) -> None:
-        snapshot, seconds = publication.snapshot, monotonic() - publication.began
+    def _note_push(self, deliveries: Deliveries) -> None:
+        snapshot, seconds = deliveries.snapshot, monotonic() - deliveries.began
         total = sum(info.nbytes for info in snapshot.manifest)
-        still = tuple(session.still_seconds for session in publication.sessions)
-        self.last_push = Push(publication.version, seconds, total, len(snapshot.buckets), still)
+        still = tuple(delivery.still_seconds for delivery in deliveries.active)
+        self.last_push = Push(snapshot.version, seconds, total, len(snapshot.buckets), still)
 
-    def _add_connect(self, session: Session, snapshot: WeightSnapshot) -> None:
+    def _add_connect(self, delivery: Delivery, snapshot: WeightSnapshot) -> None:
         """Connect to an engine, unless its connection still fits."""
-        transport, peer = snapshot.transport, session.peer
+        transport, peer = snapshot.transport, delivery.peer
 
         def connect(engine: WeightTarget) -> None:
             wanted = (transport, snapshot.manifest, self.staged, self.checksum, engine.start_count)
@@ -248,45 +253,47 @@ class WeightPublisher(Publisher):
             peer.disconnect()
             workers = len(engine.update_weights("abort", timeout=self.timeout))
             link = transport.connect(workers, self.timeout, engine.node_id)
+            info = {
+                "transport": transport.name,
+                "manifest": [[info.name, info.dtype, list(info.shape)] for info in snapshot.manifest],
+                "staged": self.staged,
+                "checksum": self.checksum,
+            }
             try:
-                info = {
-                    "transport": transport.name,
-                    "options": link.options,
-                    "manifest": [[info.name, info.dtype, list(info.shape)] for info in snapshot.manifest],
-                    "staged": self.staged,
-                    "checksum": self.checksum,
-                }
-                engine.update_weights("connect", info, timeout=self.timeout)
-                link.joined()
+                link.open(
+                    lambda options: engine.update_weights("connect", info | {"options": options}, timeout=self.timeout)
+                )
             except BaseException:
                 link.close()
                 raise
-            with session.changed:
-                if session.abandoned:  # a later push may have connected on another thread
+            with delivery.changed:
+                if delivery.abandoned:  # a later push may have connected on another thread
                     link.close()
                 else:
                     peer.link, peer.connected_to = link, wanted
 
-        session.add(f"connecting over {transport.name}", connect)
+        delivery.add(f"connecting over {transport.name}", connect)
 
-    def _add_update(self, session: Session, snapshot: WeightSnapshot) -> None:
-        self._add_start(session, snapshot)
+    def _add_update(self, delivery: Delivery, snapshot: WeightSnapshot) -> None:
+        self._add_start(delivery, snapshot)
         for number in range(len(snapshot.buckets)):
-            self._add_bucket(session, snapshot, number)
+            self._add_bucket(delivery, snapshot, number)
 
-    def _add_start(self, session: Session, snapshot: WeightSnapshot) -> None:
-        session.is_open = True
+    def _add_start(self, delivery: Delivery, snapshot: WeightSnapshot) -> None:
+        delivery.is_open = True
         info = {"version": snapshot.version, "verify": snapshot.verify}
-        session.add("starting", lambda engine: engine.update_weights("start", info, timeout=self.timeout))
+        delivery.add("starting", lambda engine: engine.update_weights("start", info, timeout=self.timeout))
 
-    def _add_bucket(self, session: Session, snapshot: WeightSnapshot, number: int) -> int:
+    def _add_bucket(self, delivery: Delivery, snapshot: WeightSnapshot, number: int) -> int:
         (first, last), version = snapshot.buckets[number], snapshot.version
         info = {"version": version, "bucket": number, "first": first, "last": last}
         info["checksum"] = snapshot.checksums[number]
 
         def send(engine: WeightTarget) -> None:
-            payload = session.peer.link.send(snapshot.storage.get(number))
-            engine.update_weights("bucket", info | {"payload": payload}, timeout=self.timeout)
+            delivery.peer.link.deliver(
+                snapshot.storage.get(number),
+                lambda payload: engine.update_weights("bucket", info | {"payload": payload}, timeout=self.timeout),
+            )
 
         names = f"{snapshot.manifest[first].name} to {snapshot.manifest[last - 1].name}"
-        return session.add(f"bucket {number} ({names})", send)
+        return delivery.add(f"bucket {number} ({names})", send)

@@ -1,6 +1,7 @@
-"""Transports that use vLLM's own weight transfer: vLLM's real classes, with a stand-in for the missing GPUs only.
+"""GPU transports of vLLM on CPU tensors: vLLM's real classes on both sides, with stand-ins for what only a GPU has.
 
-As a script, this file receives over CUDA IPC: ``test_vllm_transports.py PLAN``.
+The stand-ins are NCCL's communicator, CUDA streams, and the export of GPU memory to another process. The marked tests
+at the end run them on GPUs. As a script, this file receives over CUDA IPC: ``test_vllm_gpu.py MANIFEST``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -24,17 +24,9 @@ from support.weights import Group
 from torchrl_rloo.cli.sampling_config import InferenceConfig, check_transport
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.weight_update import (
-    VLLMIPC,
-    VLLMNCCL,
-    WeightPublisher,
-    WeightSyncError,
-    vllm_ipc,
-    vllm_nccl,
-    vllm_wire,
-)
-from torchrl_rloo.weight_update.protocol import TensorInfo
-from torchrl_rloo.weight_update.vllm_ipc import VLLMIPCLink, VLLMIPCReceiver, decode_export, encode_export
+from torchrl_rloo.weight_update import VLLMIPC, VLLMNCCL, WeightPublisher, WeightSyncError, vllm_gpu
+from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size
+from torchrl_rloo.weight_update.vllm_gpu import VLLMIPCLink, VLLMReceiver, decode_export, encode_export
 
 CPU = torch.device("cpu")
 TRANSPORTS = {"nccl": VLLMNCCL, "ipc": VLLMIPC}
@@ -59,7 +51,7 @@ class Communicators:
         queues = [self._queue(unique_id, other) for other in range(1, world_size)]
         mine = self._queue(unique_id, rank)
 
-        def broadcast(tensor: torch.Tensor, src: int) -> None:
+        def broadcast(tensor: torch.Tensor, src: int, stream: object) -> None:
             assert src == 0 and tensor.dtype is torch.uint8
             if rank == 0:
                 self.sizes.append(tensor.numel())
@@ -79,17 +71,16 @@ class Communicators:
 
 @pytest.fixture
 def no_gpu(vllm, monkeypatch: pytest.MonkeyPatch) -> Communicators:
-    """Let vLLM's packed transfers run without a GPU: streams, device numbers and communicators are stand-ins."""
-    from vllm.distributed.weight_transfer import ipc_engine, nccl_common, packed_tensor
+    """Let vLLM's transfers run without a GPU: streams, device numbers, exports and communicators are stand-ins."""
+    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
     stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, count: (stream,) * count)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=GPU))
     communicators, ids = Communicators(), iter(range(100))
     monkeypatch.setattr(nccl_common, "uid_init_process_group", communicators.join)
-    monkeypatch.setattr(vllm_nccl, "_new_unique_id", lambda: encode_id(next(ids)))
+    monkeypatch.setattr(vllm_gpu, "_new_unique_id", lambda: bytes([next(ids)]) * 128)
     # A buffer in memory of this process, under its number
     exported: list[torch.Tensor] = []
 
@@ -99,27 +90,22 @@ def no_gpu(vllm, monkeypatch: pytest.MonkeyPatch) -> Communicators:
         place = (torch.Tensor, buffer.size(), buffer.stride(), 0, torch.storage.TypedStorage, torch.uint8, 0, handle)
         return None, (*place, buffer.numel(), 0, False, b"counter", 0, b"event", True)
 
-    monkeypatch.setattr(vllm_ipc, "reduce_tensor", export)
-    rebuild = lambda *arguments: exported[arguments[7][0]]  # noqa: E731
-    monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", rebuild)
-    monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", rebuild)
-    for module in (vllm_nccl, vllm_ipc):
-        monkeypatch.setattr(module, "require_cuda", lambda name: None)
+    empty = torch.empty
+    monkeypatch.setattr(packed_tensor, "reduce_tensor", export)
+    monkeypatch.setattr(
+        "torch.multiprocessing.reductions.rebuild_cuda_tensor", lambda *arguments: exported[arguments[7][0]]
+    )
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **kw: empty(*size, **kw))
+    monkeypatch.setattr(vllm_gpu, "require_cuda", lambda name: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return communicators
 
 
-def encode_id(number: int) -> str:
-    from base64 import b64encode
-
-    return b64encode(bytes([number]) * 128).decode()
-
-
 @pytest.fixture(params=sorted(TRANSPORTS))
 def transport(request: pytest.FixtureRequest, no_gpu: Communicators):
-    made = TRANSPORTS[request.param](**({"packed_buffer_bytes": 20_000} if request.param == "nccl" else {}))
-    made.device = CPU
-    return made
+    transport = TRANSPORTS[request.param]()
+    transport.device = CPU
+    return transport
 
 
 @pytest.fixture
@@ -148,24 +134,24 @@ def test_engines_get_every_version(transport, staged, engines, tokenizer, change
             assert engine.version == version
             assert_equal(engine, model)
     assert updater.last_push.buckets > 3
-    if isinstance(transport, VLLMNCCL):  # small tensors travel together, in more than one message for a bucket
-        assert updater.last_push.buckets < len(no_gpu.sizes) / 6 < len(updater.source.manifest())
+    if isinstance(transport, VLLMNCCL):
+        assert len(no_gpu.sizes) == 2 * 3 * updater.last_push.buckets, "a message for each bucket and engine"
     updater.close()
 
 
 def test_a_corrupt_bucket_is_found_and_the_next_push_repairs_it(transport, engines, tokenizer, monkeypatch):
     model, damage = build_model(tokenizer, seed=1), [True]
-    take = vllm_wire.VLLMTransfer.take
+    receive = VLLMReceiver.receive
 
-    def damaged(self, infos, update_info):
-        tensors = take(self, infos, update_info)
+    def damaged(self, infos, payload):
+        tensors = receive(self, infos, payload)
         if damage:
             damage.pop()
             tensors[0] = tensors[0].clone()
             tensors[0].view(-1)[0] += 1
         return tensors
 
-    monkeypatch.setattr(vllm_wire.VLLMTransfer, "take", damaged)
+    monkeypatch.setattr(VLLMReceiver, "receive", damaged)
     updater = WeightPublisher(model, engines[:1], transport=transport, bucket_bytes=100_000, timeout=TIMEOUT)
     with pytest.raises(WeightSyncError, match="is corrupt: its checksum"):
         updater.push_weights()
@@ -192,30 +178,20 @@ def test_a_snapshot_fills_an_engine_while_the_model_trains(transport, engines, t
 def test_tensors_of_odd_sizes_and_several_types(transport, no_gpu):
     tensors = [torch.arange(3, dtype=torch.int8), torch.randn(2, 5), torch.randn(3).bfloat16(), torch.randn(3).double()]
     infos = [TensorInfo.of(str(i), t) for i, t in enumerate(tensors)]
-    storage = transport.store(1, [256], keep=False)
+    storage = transport.store(1, [packed_size(infos)], keep=False)
     storage.put(0, infos, tensors)
-    link = transport.connect(1, TIMEOUT)
-    options = json.loads(json.dumps(link.options))
-    receiver = transport.receiver(options, torch.device("cpu", 0), 0)
-    link.joined()
-    payload = json.loads(json.dumps(link.send(storage.get(0))))
-    for found, wanted in zip(receiver.receive(infos, payload), tensors, strict=True):
-        assert torch.equal(found, wanted) and found.dtype is wanted.dtype
-    receiver.close()
+    link, receivers = transport.connect(1, TIMEOUT), []
+    link.open(lambda options: receivers.append(transport.receiver(through_json(options), torch.device("cpu", 0), 0)))
+    received: list[torch.Tensor] = []
+    link.deliver(storage.get(0), lambda payload: received.extend(receivers[0].receive(infos, through_json(payload))))
+    for tensor, expected in zip(received, tensors, strict=True):
+        assert torch.equal(tensor, expected) and tensor.dtype is expected.dtype
+    receivers[0].close()
     link.close()
 
 
-def test_settings_are_those_of_vllm(vllm):
-    """Construct vLLM's own infos from ours, so that a renamed field is found."""
-    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
-
-    infos = [TensorInfo("a", "bfloat16", (3, 2))]
-    found = NCCLWeightTransferUpdateInfo(**vllm_wire.byte_description(infos))
-    assert (found.names, found.dtype_names, found.shapes) == (["a"], ["uint8"], [[12]])
-    assert IPCWeightTransferUpdateInfo(**vllm_wire.byte_description(infos), ipc_handles={}, tensor_sizes=[12])
-    info = NCCLWeightTransferInitInfo(rank_offset=1, world_size=3, nccl_unique_id_b64=encode_id(7), packed=True)
-    assert info.nccl_unique_id_bytes == bytes([7]) * 128
+def through_json(value: dict) -> dict:
+    return json.loads(json.dumps(value))
 
 
 def test_an_export_survives_json():
@@ -240,10 +216,14 @@ def test_without_a_gpu_they_are_refused_by_name(make):
 
 def test_an_engine_on_another_gpu_is_told_so(no_gpu):
     link = VLLMIPCLink(1, CPU)
-    payload = link.send([torch.zeros(4, dtype=torch.uint8)]) | {"gpu": "another"}
-    receiver = VLLMIPCReceiver({"workers": 1}, torch.device("cpu", 0), 0)
-    with pytest.raises(ValueError, match="IPC handle not found for GPU UUID"):
+    receiver = VLLMReceiver(link.options, torch.device("cpu", 0), 0)
+
+    def receive(payload: dict) -> None:
+        payload["ipc_handles"] = {"another": payload["ipc_handles"][GPU]}
         receiver.receive([TensorInfo("a", "uint8", (4,))], payload)
+
+    with pytest.raises(ValueError, match="IPC handle not found for GPU UUID"):
+        link.deliver(torch.zeros(64, dtype=torch.uint8), receive)
 
 
 @pytest.mark.gpu
@@ -257,14 +237,20 @@ def test_another_process_maps_the_buffer(tmp_path: Path):
     command = [sys.executable, __file__, json.dumps([list(i) for i in infos])]
     receiver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     link = transport.connect(1, TIMEOUT)
+
+    def receive(payload: dict) -> None:
+        receiver.stdin.write(json.dumps(payload) + "\n")
+        receiver.stdin.flush()
+        sums.append(json.loads(receiver.stdout.readline()))
+
     try:
         for factor in (1, 2, 3):
-            storage = transport.store(1, [1 << 17], keep=False)
+            sums: list[list[float]] = []
+            storage = transport.store(1, [packed_size(infos)], keep=False)
             storage.put(0, infos, [factor * tensor for tensor in tensors])
-            receiver.stdin.write(json.dumps(link.send(storage.get(0))) + "\n")
-            receiver.stdin.flush()
-            sums = json.loads(receiver.stdout.readline())
-            assert sums == pytest.approx([factor * float(tensor.sum()) for tensor in tensors], rel=1e-3, abs=1e-2)
+            link.deliver(storage.get(0), receive)
+            expected = [factor * float(tensor.sum()) for tensor in tensors]
+            assert sums[0] == pytest.approx(expected, rel=1e-3, abs=1e-2)
     finally:
         receiver.kill()
         link.close()
@@ -275,28 +261,30 @@ def test_two_gpus_broadcast():
     if torch.cuda.device_count() < 2:
         pytest.skip("requires two CUDA devices, since NCCL refuses two ranks on one")
     pytest.importorskip("vllm")
-    transport, tensors = VLLMNCCL(packed_buffer_bytes=10_000), [torch.randn(1000, 10), torch.arange(7)]
+    transport, tensors = VLLMNCCL(), [torch.randn(1000, 10), torch.arange(7)]
     infos = [TensorInfo.of(str(i), t) for i, t in enumerate(tensors)]
-    link, received = transport.connect(1, TIMEOUT), []
+    link, receivers, received = transport.connect(1, TIMEOUT), [], []
 
-    def receive() -> None:
+    def on_second_gpu(call: Callable[[], None]) -> None:
         torch.cuda.set_device(1)
-        receiver = transport.receiver(link.options, torch.device("cuda", 1), 0)
-        received.extend(tensor.cpu() for tensor in receiver.receive(infos, {}))
+        call()
+        torch.cuda.set_device(0)
 
-    thread = threading.Thread(target=receive, daemon=True)
-    thread.start()
-    link.joined()
-    storage = transport.store(1, [1 << 17], keep=False)
+    link.open(
+        lambda options: on_second_gpu(lambda: receivers.append(transport.receiver(options, torch.device("cuda", 1), 0)))
+    )
+    storage = transport.store(1, [packed_size(infos)], keep=False)
     storage.put(0, infos, tensors)
-    link.send(storage.get(0))
-    thread.join(TIMEOUT)
-    assert all(torch.equal(found, wanted) for found, wanted in zip(received, tensors, strict=True))
+    link.deliver(
+        storage.get(0),
+        lambda payload: on_second_gpu(lambda: received.extend(t.cpu() for t in receivers[0].receive(infos, payload))),
+    )
+    assert all(torch.equal(tensor, expected) for tensor, expected in zip(received, tensors, strict=True))
     link.close()
 
 
 if __name__ == "__main__":
     described = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(sys.argv[1])]
-    worker = VLLMIPCReceiver({"workers": 1}, torch.device("cuda", 0), 0)
+    worker = VLLMReceiver({"backend": "ipc", "workers": 1, "init_info": {"packed": True}}, torch.device("cuda", 0), 0)
     for line in sys.stdin:
         print(json.dumps([float(t.sum()) for t in worker.receive(described, json.loads(line))]), flush=True)

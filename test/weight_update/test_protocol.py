@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.gpu import needs_gpu
-from torchrl_rloo.weight_update import checksums
-from torchrl_rloo.weight_update.checksums import CHECKSUMS, device_sum
-from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, plan_buckets, unpack
+from torchrl_rloo.weight_update import protocol
+from torchrl_rloo.weight_update.protocol import (
+    CHECKSUMS,
+    TensorInfo,
+    device_sum,
+    pack,
+    packed_size,
+    plan_buckets,
+    unpack,
+)
 
 DTYPES = [
     torch.float32,
@@ -109,7 +116,7 @@ def test_the_device_checksum_does_not_depend_on_alignment_or_chunks(monkeypatch:
     expected = device_sum([tensor])
     shifted = torch.cat([tensor[:1], tensor])[1:]  # at an offset of two bytes
     assert device_sum([shifted]) == expected
-    monkeypatch.setattr(checksums, "_CHUNK", 7)
+    monkeypatch.setattr(protocol, "_CHUNK", 7)
     assert device_sum([tensor]) == expected == "ecd4b45990898648"
 
 

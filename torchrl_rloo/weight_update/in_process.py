@@ -1,101 +1,15 @@
-"""WeightUpdater, and updaters of samplers in this process.
-
-TorchRL's base class for weight updaters is deprecated, so this module defines its own protocol.
-"""
+"""Updaters of samplers in this process, and of several samplers in order."""
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
-from contextlib import suppress
 
 import torch
 from torch import nn
 
 from torchrl_rloo.weight_update.protocol import TensorInfo, plan_buckets
+from torchrl_rloo.weight_update.publisher import WeightUpdater
 from torchrl_rloo.weight_update.shards import gather, is_sender, is_sharded, reshard
 
 _BUCKET_BYTES = 64 << 20  # gathered at a time
-
-
-class WeightSyncError(RuntimeError):
-    """Failed push. The message names the engine, the tensors, the version, the cause and the fix."""
-
-
-class WeightUpdater(ABC):
-    """Base class of senders of the training model's weights to a sampler.
-
-    A version names one set of weights. It is spent when a push begins and never used again, also if the push fails.
-
-    If ranks train one model, each makes an updater. Rank 0 has the samplers; its calls :meth:`push_weights` and
-    :meth:`initialize` need the same call on the other ranks if the model is sharded.
-
-    Attributes:
-        version: last version spent. 0 names the initial weights.
-    """
-
-    version: int = 0
-    _current_version: int = 0
-
-    @property
-    def current_version(self) -> int:
-        """Highest version that a sampler has."""
-        return self._current_version
-
-    def push_weights(self) -> int:
-        """Send the current weights under a new version, and return it once a sampler has them.
-
-        Raises:
-            RuntimeError: if the weights did not arrive. The version is spent. Samplers keep their old weights or refuse
-                to sample.
-        """
-        self.version += 1
-        self._send(self.version)
-        self._current_version = self.version
-        return self.version
-
-    def join(self) -> int:
-        """Take part in a push of rank 0 on another rank, and return the version that samplers then have.
-
-        A failed push raises on rank 0 alone, which may go on with the old weights.
-        """
-        with suppress(WeightSyncError):
-            self.push_weights()
-        return self.current_version
-
-    @property
-    def filled(self) -> bool:
-        """True if :meth:`initialize` would send nothing."""
-        return False
-
-    @property
-    def shares_weights(self) -> bool:
-        """True if the samplers use the tensors of the training model."""
-        return False
-
-    @abstractmethod
-    def _send(self, version: int) -> None:
-        """Send the current weights as ``version`` and return once a sampler has them."""
-
-    def initialize(self) -> None:  # noqa: B027
-        """Give samplers that were never filled the current weights under the current version.
-
-        Call it before training. A sampler in this process needs nothing, since a checkpoint has its weights.
-
-        Raises:
-            RuntimeError: if the weights did not arrive.
-        """
-
-    def resume_from(self, version: int) -> None:
-        """Continue the numbering of a checkpoint, whose weights the model has, unless more versions are spent already.
-
-        Samplers count as unfilled until :meth:`initialize` or the next push.
-
-        Raises:
-            ValueError: if ``version`` is negative.
-        """
-        if version < 0:
-            raise ValueError(f"version={version} must be at least 0")
-        self.version = self._current_version = max(version, self.version)  # spent versions stay spent
 
 
 class InProcessWeightUpdater(WeightUpdater):
@@ -126,15 +40,15 @@ class InProcessWeightUpdater(WeightUpdater):
             if is_sender():
                 raise ValueError("target=None requires a rank other than 0; pass the model of the sampler")
             return
-        have, want = source.state_dict(), target.state_dict()
-        if missing := sorted(have.keys() ^ want.keys()):
+        sent, copies = source.state_dict(), target.state_dict()
+        if missing := sorted(sent.keys() ^ copies.keys()):
             raise ValueError(f"source and target must have the same tensors, but differ in {missing[:5]}")
-        if unequal := [k for k in have if have[k].shape != want[k].shape]:
-            k = unequal[0]
-            raise ValueError(
-                f"tensor {k!r} must have one shape, but has {list(have[k].shape)} in source and {list(want[k].shape)} "
-                "in target"
-            )
+        for name in sent:
+            if sent[name].shape != copies[name].shape:
+                raise ValueError(
+                    f"tensor {name!r} must have one shape, but has {list(sent[name].shape)} in source and "
+                    f"{list(copies[name].shape)} in target"
+                )
 
     @property
     def filled(self) -> bool:
