@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchrl_rloo.functional.log_probs as log_probs_module
-import torchrl_rloo.functional.projection as projection_module
+import torchrl_rloo.functional.log_probs as projection_module
 from support.gpu import needs_gpu
 from torchrl_rloo.functional import SamplingDistribution, token_log_probs
 from torchrl_rloo.functional.log_probs import TokenLogProbs

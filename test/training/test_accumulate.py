@@ -13,7 +13,7 @@ from torchrl_rloo.embedded import addition_preferences, build_model, build_token
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import RLOOLoss, merge_outputs
-from torchrl_rloo.objectives.reward_model import RewardModelLoss
+from torchrl_rloo.objectives.preference import RewardModelLoss
 from torchrl_rloo.training import accumulate, catch_up, linear_schedule, minibatches, optimizer_step
 
 

@@ -12,8 +12,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.segments import sampled_versions
-from torchrl_rloo.functional.diversity import ngram_statistics, sequence_hash
 from torchrl_rloo.functional.kl import k1
+from torchrl_rloo.functional.statistics import ngram_statistics, sequence_hash
 
 # Entries that grow with the number of tokens
 _TOKEN_ENTRIES = {"tokens", "masks", "log_probs", "text", "history", "support", keys.PREVIOUS_SEGMENTS}

@@ -14,8 +14,8 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows
-from torchrl_rloo.functional.groups import group_ranges, has_signal
 from torchrl_rloo.functional.rewards import combine_rewards
+from torchrl_rloo.functional.statistics import group_ranges, has_signal
 
 Returns = Callable[[TensorDictBase], torch.Tensor]
 

@@ -27,8 +27,8 @@ from torchrl_rloo.data.rows import ragged, stack_rows, unbind_rows
 from torchrl_rloo.diagnostics.replay import record_on_cpu
 from torchrl_rloo.functional.kl import KL_ESTIMATORS, kl_penalized_reward
 from torchrl_rloo.functional.rewards import combine_rewards
-from torchrl_rloo.objectives.output import merge_outputs
 from torchrl_rloo.objectives.rloo import RLOOLoss
+from torchrl_rloo.objectives.step import merge_outputs
 from torchrl_rloo.replay.row_files import read_regular
 from torchrl_rloo.replay.row_format import decode_index, decode_rows, encode_rows
 from torchrl_rloo.runtime.files import atomic_write, make_folder

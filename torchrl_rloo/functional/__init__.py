@@ -12,19 +12,6 @@ from torchrl_rloo.functional.advantages import (
     normalize_then_sum,
     whiten,
 )
-from torchrl_rloo.functional.aggregation import AGGREGATIONS, Aggregation, ConstantLength, aggregate
-from torchrl_rloo.functional.choices import resolve
-from torchrl_rloo.functional.gae import gae
-from torchrl_rloo.functional.importance import (
-    CORRECTIONS,
-    TIS,
-    Correction,
-    IcePop,
-    SeqMaskTIS,
-    SequenceMask,
-    SequenceTruncate,
-    off_policy_mask,
-)
 from torchrl_rloo.functional.kl import (
     KL_ESTIMATORS,
     adapt_coefficient,
@@ -35,15 +22,49 @@ from torchrl_rloo.functional.kl import (
     kl_penalized_reward,
 )
 from torchrl_rloo.functional.log_probs import TokenLogProbs, token_log_probs
-from torchrl_rloo.functional.policy_loss import CISPO, DPPO, SAPO, SURROGATES, VESPO, Clip, Surrogate, Unclipped
-from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
-from torchrl_rloo.functional.ratios import RATIOS, Ratio, exp_log_ratio, sequence_log_ratio, split_among_tokens
-from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
-from torchrl_rloo.functional.reward_model import batch_sum_to_zero, bradley_terry, centering
+from torchrl_rloo.functional.policy_loss import (
+    AGGREGATIONS,
+    CISPO,
+    DPPO,
+    SAPO,
+    SURROGATES,
+    VESPO,
+    Aggregation,
+    Clip,
+    ConstantLength,
+    Surrogate,
+    Unclipped,
+    aggregate,
+)
+from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES, batch_sum_to_zero, bradley_terry, centering
+from torchrl_rloo.functional.ratios import (
+    CORRECTIONS,
+    RATIOS,
+    TIS,
+    Correction,
+    IcePop,
+    Ratio,
+    RatioSpec,
+    SeqMaskTIS,
+    SequenceMask,
+    SequenceTruncate,
+    exp_log_ratio,
+    off_policy_mask,
+    sequence_log_ratio,
+    split_among_tokens,
+)
+from torchrl_rloo.functional.returns import (
+    clipped_value_loss,
+    explained_variance,
+    gae,
+    rewards_to_go,
+    spread_turns,
+    turn_index,
+    turn_rewards,
+)
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support, kept_tokens, process_logits, sample_tokens
 from torchrl_rloo.functional.statistics import effective_sample_size, masked_mean, nanstd
-from torchrl_rloo.functional.value_loss import clipped_value_loss, explained_variance
 
 __all__ = [
     "AGGREGATIONS",
@@ -68,6 +89,7 @@ __all__ = [
     "EstimatorSpec",
     "IcePop",
     "Ratio",
+    "RatioSpec",
     "SamplingDistribution",
     "SeqMaskTIS",
     "SequenceMask",
@@ -101,7 +123,6 @@ __all__ = [
     "off_policy_mask",
     "process_logits",
     "exp_log_ratio",
-    "resolve",
     "rewards_to_go",
     "sample_tokens",
     "sequence_log_ratio",

@@ -1,4 +1,4 @@
-"""Returns of tokens and turns.
+"""Returns of tokens and turns, and estimates of them by a critic.
 
 Tokens are ``[B, A]``: the action tokens of each row, left-aligned, with a mask ``[B, A]``.
 """
@@ -84,3 +84,90 @@ def spread_turns(values: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     if not values.shape[-1]:
         return values.new_zeros(turns.shape)
     return torch.where(turns >= 0, values.gather(1, turns.clamp(min=0)), 0.0)
+
+
+def gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    discount: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute advantages and returns from the values before each action token.
+
+    Equation 16 of Schulman et al. 2016 (arXiv 1506.02438)::
+
+        delta_t = r_t + discount * V_{t+1} - V_t
+        A_t = delta_t + discount * lam * A_{t+1}
+        R_t = A_t + V_t
+
+    Time counts action tokens: the first token of a turn follows the last token of the previous turn. The value after
+    the last token is 0. With ``lam=1`` and ``discount=1`` the advantage is the sum of future rewards minus the value.
+    With ``lam=0`` it is the one-step error.
+
+    Args:
+        rewards: ``[B, A]``, reward credited to each action token.
+        values: ``[B, A]``, value estimate before each action token.
+        mask: ``[B, A]`` bool, True on action tokens.
+        discount: discount factor per token.
+        lam: weight of longer horizons, in [0, 1].
+
+    Returns:
+        ``(advantages, returns)``, both ``[B, A]``, 0 where the mask is False.
+
+    Example:
+        >>> mask = torch.tensor([[True, True]])
+        >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), mask, lam=1.0)
+        (tensor([[0.5000, 0.5000]]), tensor([[1., 1.]]))
+    """
+    following = advantage = values.new_zeros(len(values))
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        real, value = mask[:, t], values[:, t]
+        delta = rewards[:, t] + discount * following - value
+        advantage = torch.where(real, delta + discount * lam * advantage, advantage)
+        following = torch.where(real, value, following)
+        advantages[:, t] = torch.where(real, advantage, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def clipped_value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, targets: torch.Tensor, epsilon: float | None = None
+) -> torch.Tensor:
+    """Return half the squared error, with the change of each value clipped.
+
+    Value loss of PPO implementations (Schulman et al. 2017, arXiv 1707.06347), with their factor of a half::
+
+        1/2 max((V - R)^2, (clip(V, V_old - epsilon, V_old + epsilon) - R)^2)
+
+    Args:
+        values: ``[B, A]`` under the current weights; carries the gradient.
+        old_values: ``[B, A]`` under the weights that computed the targets.
+        targets: ``[B, A]``, returns ``R``.
+        epsilon: largest distance of a value from the old one. None disables the clip.
+
+    Returns:
+        ``[B, A]``, never negative.
+    """
+    error = (values - targets).square()
+    if epsilon is not None:
+        clipped = old_values + (values - old_values).clamp(-epsilon, epsilon)
+        error = torch.maximum(error, (clipped - targets).square())
+    return 0.5 * error
+
+
+def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the share of the targets' variance that the values explain: ``1 - Var(R - V) / Var(R)``.
+
+    Args:
+        values: ``[n]`` estimates ``V``.
+        targets: ``[n]`` returns ``R``.
+
+    Returns:
+        A scalar: 1 for a perfect estimate up to a constant, 0 for a constant one, negative for a worse one. NaN if
+        the targets do not vary.
+    """
+    if not len(targets):
+        return targets.new_tensor(torch.nan)
+    variance = targets.var(correction=0)
+    return torch.where(variance > 0, 1 - (targets - values).var(correction=0) / variance, torch.nan)

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
-from torchrl_rloo.objectives.kl import KL
+from torchrl_rloo.objectives.kl import KL, AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 from torchrl_rloo.objectives.rloo import RLOOLoss
 from torchrl_rloo.runtime.lookup import did_you_mean
 

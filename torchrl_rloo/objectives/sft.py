@@ -11,11 +11,19 @@ from tensordict import TensorClass, TensorDictBase
 from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.functional import AGGREGATIONS, Aggregation, aggregate, masked_mean, resolve
+from torchrl_rloo.functional import AGGREGATIONS, Aggregation, aggregate, masked_mean
 from torchrl_rloo.modules.policies import TransformersWrapper
-from torchrl_rloo.objectives.choices import check_actor
-from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_normalizers, row_weights, zero_loss
-from torchrl_rloo.objectives.output import LossOutput, mean_over_tokens
+from torchrl_rloo.objectives.step import (
+    LossOutput,
+    Normalizers,
+    check_actor,
+    mean_over_tokens,
+    multiplicity,
+    row_normalizers,
+    row_weights,
+    zero_loss,
+)
+from torchrl_rloo.runtime.choices import resolve
 
 
 class SFTLossOutput(LossOutput, TensorClass["nocast"]):
@@ -110,12 +118,12 @@ class SFTLoss(LossModule):
         scored = self.actor_network.score(tensordict)
         mask = scored.actions.mask
         weighted = -scored.log_probs * row_weights(tensordict)[:, None].to(mask.device)
-        given = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
+        totals = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
         # In metrics, count a merged row once for each row that it stands for
         with torch.no_grad():
             tokens = mask * multiplicity(tensordict)[:, None].to(mask.device)
         return SFTLossOutput(
-            loss_sft=aggregate(weighted, mask, self.aggregation, **given),
+            loss_sft=aggregate(weighted, mask, self.aggregation, **totals),
             nll=masked_mean(-scored.log_probs.detach(), tokens),
             entropy=masked_mean(scored.entropy.detach(), tokens),
             num_action_tokens=tokens.sum(),

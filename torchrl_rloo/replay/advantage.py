@@ -25,13 +25,13 @@ from torchrl_rloo.functional.advantages import (
     Whiten,
     estimator_option,
 )
-from torchrl_rloo.functional.choices import resolve
 from torchrl_rloo.functional.returns import rewards_to_go
 from torchrl_rloo.objectives.kl import KL
-from torchrl_rloo.objectives.ranks import make_reducer
+from torchrl_rloo.objectives.step import make_reducer
 from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, baseline_key, estimator_name
 from torchrl_rloo.replay.pending import Group, PendingGroups
 from torchrl_rloo.replay.transform import BufferTransform
+from torchrl_rloo.runtime.choices import resolve
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 _REMEDIES: dict[NestedKey, str] = {

@@ -18,8 +18,8 @@ from torchrl_rloo.functional.advantages import (
     estimator_option,
     normalize_then_sum,
 )
-from torchrl_rloo.functional.choices import Choice, number_field
 from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
+from torchrl_rloo.runtime.choices import Choice, number_field
 
 
 def baseline_key(estimator: Estimator) -> str:

@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import Returns, final_return
 from torchrl_rloo.data.rows import ragged, stack_rows, unbind_rows
-from torchrl_rloo.functional.groups import group_ranges, has_signal
+from torchrl_rloo.functional.statistics import group_ranges, has_signal
 from torchrl_rloo.replay.transform import BufferTransform
 
 

@@ -9,10 +9,10 @@ from torch import distributed
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import gather_actions, micro_batches, ragged, spread_actions, stack_rows
 from torchrl_rloo.functional.advantages import whiten
-from torchrl_rloo.functional.gae import gae
+from torchrl_rloo.functional.returns import gae
 from torchrl_rloo.modules.value import ValueHead
 from torchrl_rloo.objectives.kl import KL
-from torchrl_rloo.objectives.ranks import make_reducer
+from torchrl_rloo.objectives.step import make_reducer
 from torchrl_rloo.replay.credit import check_token_rewards
 from torchrl_rloo.replay.transform import BufferTransform
 
@@ -31,7 +31,7 @@ class TokenGAE(BufferTransform):
     Args:
         value_head: critic that estimates the values; its weights are not part of the transform's state.
         discount: discount from one action token to the next.
-        lam: weight of longer returns, see :func:`~torchrl_rloo.functional.gae.gae`.
+        lam: weight of longer returns, see :func:`~torchrl_rloo.functional.returns.gae`.
         kl: :class:`~torchrl_rloo.objectives.KL` with ``where="token"``. It subtracts the coefficient times the KL to
             the reference from each token's reward (Ouyang et al. 2022, arXiv 2203.02155), and requires reference
             log-probs in the rows. None disables it.

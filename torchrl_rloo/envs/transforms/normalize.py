@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.envs.transforms.shaping import SHAPING_LOCK, ScoreSource, ShapingTransform
-from torchrl_rloo.functional.shaping import Moments, column_moments, decay_moments, merge_moments, normalize_scores
+from torchrl_rloo.functional.rewards import Moments, column_moments, decay_moments, merge_moments, normalize_scores
 
 
 class NormalizeRewards(ShapingTransform):
