@@ -36,7 +36,7 @@ from torchrl_rloo.envs.transforms import AddThinkingPrompt, DataLoadingPrimer, F
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
-from torchrl_rloo.torchrl_arguments import TORCHRL_ARGUMENTS
+from torchrl_rloo.runtime.torchrl_arguments import TORCHRL_ARGUMENTS
 from torchrl_rloo.training import accumulate
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 

@@ -12,7 +12,7 @@ from measure import SHAPES, Setup, attempt, build_model, clear, peak_bytes, rand
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import action_tokens, ragged
-from torchrl_rloo.modules import packed_attention
+from torchrl_rloo.modules import packing as packed_attention
 from torchrl_rloo.modules.packing import action_hidden
 
 

@@ -10,9 +10,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_rloo.data import decode_response, encode_conversation, encode_feedback, encode_prompt
-from torchrl_rloo.data.special_tokens import MARK, cut_messages, cut_specials
-from torchrl_rloo.data.templates import encode_messages
+from torchrl_rloo.data import encode_prompt
+from torchrl_rloo.data.feedback_ids import encode_feedback
+from torchrl_rloo.data.templates import (
+    MARK,
+    cut_messages,
+    cut_specials,
+    decode_response,
+    encode_conversation,
+    encode_messages,
+)
 
 RUNS = [" " * n for n in range(2, 32)] + ["\t" * n for n in range(2, 10)] + ["\n\n"]
 ADDED = {  # tokens that are not special, as in the models' tokenizers

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support import attacks_data
 from support.attacks_data import attack
-from torchrl_rloo.data import cells
+from torchrl_rloo.data import sources as cells
 
 
 @settings(derandomize=True, max_examples=12, deadline=None)

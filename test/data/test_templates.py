@@ -9,18 +9,17 @@ import pytest
 from torchrl.data.llm import History
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_rloo.data import (
+from torchrl_rloo.data import encode_prompt
+from torchrl_rloo.data.feedback_ids import answer_turn, encode_feedback
+from torchrl_rloo.data.templates import (
     decode_response,
     encode_conversation,
-    encode_feedback,
     encode_messages,
-    encode_prompt,
     encode_prompts,
     from_history,
     render,
     to_history,
 )
-from torchrl_rloo.data.feedback_ids import answer_turn
 
 MARKING = ["chatml", "chatml_generation", "llama3", "mistral"]  # templates that leave earlier turns as they were
 MULTI_TURN = [*MARKING, "strips_thinking"]

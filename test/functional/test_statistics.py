@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_rloo.functional import effective_sample_size, masked_mean, nanstd
+from torchrl_rloo.functional import effective_sample_size
 from torchrl_rloo.functional.statistics import (
     NGRAM,
     SKETCH_SIZE,
+    masked_mean,
+    nanstd,
     ngram_statistics,
     overlap,
     sequence_hash,

@@ -13,9 +13,8 @@ from torchrl_rloo.data.preferences import CHOSEN, LABEL, MARGIN, REJECTED
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.functional.preference import KTO, PREFERENCE_OBJECTIVES
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.modules.recording import record_log_probs
-from torchrl_rloo.modules.reference import frozen_reference
-from torchrl_rloo.modules.reward_model import RewardModel, load_reward_model
+from torchrl_rloo.modules.heads import RewardModel, load_reward_model
+from torchrl_rloo.modules.reference import frozen_reference, record_log_probs
 from torchrl_rloo.objectives import PreferenceLoss, RewardModelLoss, merge_outputs
 
 PROMPTS = ["pp", "pppp", "p", "ppp"]

@@ -17,7 +17,8 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.functional import Clip, RatioSpec, sequence_log_ratio
+from torchrl_rloo.functional import Clip, RatioSpec
+from torchrl_rloo.functional.ratios import sequence_log_ratio
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss, RLOOLossOutput, merge_outputs
 

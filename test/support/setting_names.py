@@ -13,7 +13,8 @@ from torchrl_rloo.cli.config import CacheConfig, PassRateConfig, RefillConfig, R
 from torchrl_rloo.cli.eval_config import BackgroundConfig
 from torchrl_rloo.cli.schema import free_sections, known_settings
 from torchrl_rloo.engines import AsyncVLLMEngine, RayEngine, VLLMEngine, VLLMServer
-from torchrl_rloo.functional import NORMALIZATIONS, SURROGATES
+from torchrl_rloo.functional import SURROGATES
+from torchrl_rloo.functional.advantages import NORMALIZATIONS
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher

@@ -85,8 +85,8 @@ def load_fake_model(cfg: Any) -> Any:
     Raises:
         FileNotFoundError: if there is no such configuration.
     """
-    from torchrl_rloo.data.dtypes import parse_dtype
     from torchrl_rloo.diagnostics import FakeModel
+    from torchrl_rloo.runtime.lookup import parse_dtype
 
     options = {name: cfg.model.kwargs[name] for name in ("attn_implementation",) if name in cfg.model.kwargs}
     return FakeModel(model_config(cfg), parse_dtype(cfg.model.dtype), lora=cfg.lora, **options)
@@ -101,8 +101,8 @@ def model_config(cfg: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    from torchrl_rloo.data.hub import HUB_KWARGS
     from torchrl_rloo.envs.tasks import EMBEDDED
+    from torchrl_rloo.runtime.lookup import HUB_KWARGS
 
     # The built-in model has no directory before its first run
     name = cfg.model.name
@@ -210,8 +210,8 @@ def _has_reference(cfg: Any) -> bool:
 
 def _sampling(cfg: Any) -> Any:
     """Return the sampling by the Transformers model: of training or of evaluation, the one with more lines."""
-    from torchrl_rloo.data.dtypes import parse_dtype
     from torchrl_rloo.diagnostics import Sampling
+    from torchrl_rloo.runtime.lookup import parse_dtype
 
     if cfg.inference.engine is not None:
         return None
@@ -234,7 +234,7 @@ def _engine_line(cfg: Any, model: Any, settings: Any) -> str | None:
     engine = cfg.inference.engine
     if engine is None or "url" in engine or settings.device_bytes is None:
         return None
-    from torchrl_rloo.data.dtypes import parse_dtype
+    from torchrl_rloo.runtime.lookup import parse_dtype
 
     # Split weights and cache over the engine's GPUs
     share, size = engine.get("gpu_memory_utilization", VLLM_SHARE), engine.get("tensor_parallel_size", 1)

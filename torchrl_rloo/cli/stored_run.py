@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchrl_rloo.cli.sampling_config import CollectorConfig, InferenceConfig
-from torchrl_rloo.replay.row_files import RolloutFiles
+from torchrl_rloo.replay.rollouts import RolloutFiles
 from torchrl_rloo.run.checkpoint import Checkpointer, saved_steps
 from torchrl_rloo.run.settings import write_settings
 from torchrl_rloo.runtime.masking import MASK

@@ -27,7 +27,7 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.envs.stepping import transforms_of
 from torchrl_rloo.ray_session import note_connected
 from torchrl_rloo.runtime.loop_call import LoopCall
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 

@@ -11,20 +11,23 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from torchrl_rloo.data.special_tokens import cut_arguments, cut_messages, special_texts
-from torchrl_rloo.data.templates import BOUNDARY, Messages, encode_rendered, render, render_opening
+from torchrl_rloo.data.templates import (
+    BOUNDARY,
+    Messages,
+    cut_arguments,
+    cut_messages,
+    encode_rendered,
+    render,
+    render_opening,
+    special_texts,
+)
 
 
 class Answer(NamedTuple):
-    """Tokens that follow an answered turn.
+    """Tokens that follow an answered turn."""
 
-    Attributes:
-        ids: ids of the turn's end, the feedback, and the opening of the next turn.
-        rewritten: True if the template now renders the earlier conversation differently from what the policy saw.
-    """
-
-    ids: list[int]
-    rewritten: bool
+    ids: list[int]  # ids of the turn's end, the feedback, and the opening of the next turn
+    rewritten: bool  # True if the template now renders the earlier conversation differently from what the policy saw
 
 
 def encode_feedback(
@@ -52,22 +55,6 @@ def answer_turn(
 
     If a template accepts tool results only after tool calls, calls are added to the conversation. Such a template does
     not show the turn's text, which does not count as rewriting.
-
-    Args:
-        tokenizer: Hugging Face tokenizer with a chat template.
-        conversation: messages so far. The last one is the assistant turn that was just sampled.
-        feedback: messages that answer it (tool results, user replies).
-        last_token: last sampled id. It is not repeated if it is the template's end of turn.
-        end_ids: ids with which the model ends a turn. If ``last_token`` is one of them, the template's own end of turn
-            is left out, even if it is another token.
-        seen_arguments: template arguments of the turn that was just sampled. None takes ``template_kwargs``.
-        **template_kwargs: arguments of the template.
-
-    Returns:
-        The new ids, and True if the template rewrites earlier text.
-
-    Raises:
-        ValueError: if the template refuses the feedback, or does not show the assistant's content exactly once.
     """
     # Cut special tokens, also in the conversation: some templates show the system message with the last message
     feedback, kwargs = cut_messages(tokenizer, feedback), cut_arguments(tokenizer, template_kwargs)

@@ -29,7 +29,7 @@ from torchrl_rloo.functional.kl import KL_ESTIMATORS, kl_penalized_reward
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.objectives.rloo import RLOOLoss
 from torchrl_rloo.objectives.step import merge_outputs
-from torchrl_rloo.replay.row_files import read_regular
+from torchrl_rloo.replay.rollouts import read_regular
 from torchrl_rloo.replay.row_format import decode_index, decode_rows, encode_rows
 from torchrl_rloo.runtime.files import atomic_write, make_folder
 from torchrl_rloo.training.accumulate import accumulate

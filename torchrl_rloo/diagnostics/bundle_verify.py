@@ -16,7 +16,7 @@ from torchrl_rloo.diagnostics.bundle import Bundle, BundleError, expected_return
 from torchrl_rloo.diagnostics.replay import record_on_cpu
 from torchrl_rloo.diagnostics.rescore import Rescorer
 from torchrl_rloo.modules.policies import TransformersWrapper
-from torchrl_rloo.modules.scoring import ScoredActions
+from torchrl_rloo.modules.turns import ScoredActions
 from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.presets import ADVANTAGE_KEYS, LOSS_KEYS
 from torchrl_rloo.objectives.rloo import RLOOLoss

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchrl_rloo.diagnostics.memory_shapes import LayerBytes, Pass, PassBytes, Weight
 from torchrl_rloo.engines.attention import attention_implementation
 from torchrl_rloo.modules.loading import add_adapter
-from torchrl_rloo.modules.packed_attention import AttentionPlan, forward_pack
+from torchrl_rloo.modules.packing import AttentionPlan, forward_pack
 
 _ATTENTION = _EXPERTS = "torchrl_rloo_planned"
 
@@ -188,7 +188,7 @@ class FakeModel:
         return LayerBytes(saved.total, live.peak, hidden.numel() * hidden.itemsize)
 
     def _call(self, layer: nn.Module, states: torch.Tensor, args: tuple, kwargs: dict, plan) -> torch.Tensor:
-        from torchrl_rloo.modules.packed_attention import _call_with_plan
+        from torchrl_rloo.modules.packing import _call_with_plan
 
         if plan is not None:
             out = _call_with_plan(self.config, plan, lambda: layer(states, *args, **kwargs))

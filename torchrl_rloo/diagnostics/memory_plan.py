@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.diagnostics.fake_model import FakeModel
 from torchrl_rloo.diagnostics.memory_settings import MemorySettings
 from torchrl_rloo.diagnostics.memory_shapes import PassBytes, Weight
 from torchrl_rloo.functional.log_probs import tile_limits
-from torchrl_rloo.runtime.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean, parse_dtype
 from torchrl_rloo.training.joint import CHUNK_BYTES
 from torchrl_rloo.training.optimizers import TORCH_OPTIMIZERS
 

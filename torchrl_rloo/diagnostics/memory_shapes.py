@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchrl_rloo.modules.packed_attention import Segment
+from torchrl_rloo.modules.packing import Segment
 
 
 class Weight(NamedTuple):
@@ -82,7 +82,7 @@ class Pass:
 
     @property
     def segments(self) -> list[Segment]:
-        """Runs of tokens of a packed pass, see :class:`~torchrl_rloo.modules.packed_attention.AttentionPlan`."""
+        """Runs of tokens of a packed pass, see :class:`~torchrl_rloo.modules.packing.AttentionPlan`."""
         group = self.group if self.packing == "shared_prefix" else 1
         found: list[Segment] = []
         size, prompt = 0, range(0)

@@ -22,10 +22,10 @@ from torchrl_rloo.engines.base import (
 )
 from torchrl_rloo.engines.generation import generate, model_stop_ids
 from torchrl_rloo.engines.head import current_head, find_head
-from torchrl_rloo.rotary import context_length, fix_frequencies
 from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate, StaleStepError, require_open
 from torchrl_rloo.weight_update.protocol import read_manifest
+from torchrl_rloo.weight_update.rotary import context_length, fix_frequencies
 from torchrl_rloo.weight_update.transport import Receiver
 
 

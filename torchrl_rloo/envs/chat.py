@@ -29,10 +29,9 @@ from torchrl_rloo.data.rows import (
     stack_rows,
     to_lazy_stack,
 )
-from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.segments import TrajectoryIds, stash_segment
 from torchrl_rloo.data.stop_reasons import end_row, set_done
 from torchrl_rloo.data.templates import Messages, decode_response, encode_messages, is_conversation, join_conversation
-from torchrl_rloo.data.trajectory_ids import TrajectoryIds
 from torchrl_rloo.envs.abstaining import OnTimeLimit
 from torchrl_rloo.envs.chat_context import read_turn, write_context, write_turn
 from torchrl_rloo.envs.chat_limits import check_limits, long_prompt_error, turn_room, turn_stop_reason
@@ -40,7 +39,7 @@ from torchrl_rloo.envs.chat_rows import CONVERSATION_KEYS, STEP_KEYS, make_stepp
 from torchrl_rloo.envs.chat_specs import make_specs
 from torchrl_rloo.envs.prompt_ids import PromptIds
 from torchrl_rloo.envs.signature import SignedEnv
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 
 class ChatEnv(SignedEnv, EnvBase):

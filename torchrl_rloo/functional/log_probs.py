@@ -350,13 +350,7 @@ def widen_hidden(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype)
 def project(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``hidden @ weight.T`` in at least float32, without gradient.
 
-    Args:
-        hidden: ``[n, H]``.
-        weight: ``[V, H]``, also of a narrower dtype. At most :data:`CAST_ELEMENTS` of its entries are cast at once.
-        out: ``[n, V]`` output, used if it has the dtype of the result. None allocates a tensor.
-
-    Returns:
-        ``[n, V]``.
+    Shapes: ``hidden [n, H]``, ``weight [V, H]``, ``out [n, V]`` to ``[n, V]``.
     """
     dtype = accumulation_dtype(hidden, weight)
     out = hidden.new_empty(len(hidden), len(weight), dtype=dtype) if out is None or out.dtype != dtype else out

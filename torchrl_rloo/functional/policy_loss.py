@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrl_rloo.functional.ratios import MAX_LOG_RATIO, exp_log_ratio
-from torchrl_rloo.runtime.choices import Choice, number_field, resolve
+from torchrl_rloo.runtime.lookup import Choice, number_field, resolve
 
 Surrogate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -124,14 +124,10 @@ class SAPO(_UnmaskedSurrogate):
     SAPO (arXiv 2511.20347)::
 
         -4 / tau * sigmoid(tau * (rho - 1)) * A,    tau = tau_positive if A > 0 else tau_negative
-
-    Args:
-        tau_positive: steepness for positive advantages.
-        tau_negative: steepness for the other advantages.
     """
 
-    tau_positive: float = number_field(1.0, above=True)
-    tau_negative: float = number_field(1.05, above=True)
+    tau_positive: float = number_field(1.0, above=True)  # steepness for positive advantages
+    tau_negative: float = number_field(1.05, above=True)  # steepness for the other advantages
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         tau = _select_by_sign(advantages, advantages > 0, self.tau_positive, self.tau_negative)
@@ -171,18 +167,12 @@ class VESPO(_UnmaskedSurrogate):
     VESPO (arXiv 2602.10693), meant for ratios of whole sequences; ``sg`` stops the gradient::
 
         -sg(rho^k * exp(lambda * (1 - rho))) * A * log pi(a_t)
-
-    Args:
-        k_positive: ``k`` for advantages of at least 0.
-        k_negative: ``k`` for negative advantages.
-        lambda_positive: ``lambda`` for advantages of at least 0.
-        lambda_negative: ``lambda`` for negative advantages.
     """
 
-    k_positive: float = number_field(2.0)
-    k_negative: float = number_field(3.0)
-    lambda_positive: float = number_field(3.0)
-    lambda_negative: float = number_field(2.0)
+    k_positive: float = number_field(2.0)  # k for advantages of at least 0
+    k_negative: float = number_field(3.0)  # k for negative advantages
+    lambda_positive: float = number_field(3.0)  # lambda for advantages of at least 0
+    lambda_negative: float = number_field(2.0)  # lambda for negative advantages
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         log_weight = log_ratio.detach().clamp(math.log(1e-8), MAX_LOG_RATIO)
@@ -227,13 +217,9 @@ def token_mean(values, mask, num_rows, num_tokens) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ConstantLength(Choice):
-    """Division by a fixed length ``C``: ``1/(N C) sum_i sum_t m_it l_it`` (Dr. GRPO, arXiv 2503.20783).
+    """Division by a fixed length ``C``: ``1/(N C) sum_i sum_t m_it l_it`` (Dr. GRPO, arXiv 2503.20783)."""
 
-    Args:
-        length: ``C`` in tokens, e.g. ``max_new_tokens``.
-    """
-
-    length: float = number_field(above=True)
+    length: float = number_field(above=True)  # C in tokens, e.g. max_new_tokens
 
     def __call__(self, values, mask, num_rows, num_tokens) -> torch.Tensor:
         return torch.where(mask, values, 0.0).sum() / (num_rows * self.length)
@@ -257,24 +243,7 @@ def aggregate(
 ) -> torch.Tensor:
     """Reduce per-token losses to a scalar.
 
-    Args:
-        values: ``[B, A]``, one loss value per action token.
-        mask: ``[B, A]`` bool, True on the tokens that count.
-        mode: choice from :data:`AGGREGATIONS`, see :func:`~torchrl_rloo.runtime.choices.resolve`.
-        num_rows: rows of the whole optimizer step over all ranks. None takes ``B``.
-        num_tokens: counted tokens of the whole optimizer step over all ranks. None takes those of ``mask``.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        ValueError: if ``mode`` is unknown.
-
-    Example:
-        >>> mask = torch.tensor([[True, True], [True, False]])
-        >>> values = torch.tensor([[1.0, 3.0], [2.0, 0.0]])
-        >>> [float(aggregate(values, mask, mode)) for mode in ("sequence_sum", "sequence_mean", "token_mean")]
-        [3.0, 2.0, 2.0]
+    Shapes: ``values [B, A]``, ``mask [B, A]``.
     """
     num_rows = len(values) if num_rows is None else num_rows
     num_tokens = int(mask.sum()) if num_tokens is None else num_tokens

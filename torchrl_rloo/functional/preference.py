@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from torchrl_rloo.runtime.choices import Choice, number_field
+from torchrl_rloo.runtime.lookup import Choice, number_field
 
 
 class PreferenceObjective(Choice):
@@ -97,12 +97,9 @@ class ORPO(PreferenceObjective):
         L = -logp_w - alpha * log sigmoid(log(odds_w / odds_l)),    odds = exp(logp) / (1 - exp(logp))
 
     The first term is that of supervised fine-tuning on the chosen completions.
-
-    Args:
-        alpha: weight of the odds ratio (``lambda`` in the paper).
     """
 
-    alpha: float = number_field(0.1)
+    alpha: float = number_field(0.1)  # weight of the odds ratio (lambda in the paper)
     reference: ClassVar[bool] = False
     mean: ClassVar[bool] = True
 
@@ -121,16 +118,11 @@ class SimPO(PreferenceObjective):
 
     The last term is that of supervised fine-tuning on the chosen completions and gives CPO-SimPO. The defaults are the
     paper's; those of TRL and Axolotl are ``beta=0.1, gamma=0.5, cpo_alpha=1.0``.
-
-    Args:
-        beta: scale of the rewards.
-        gamma: target margin of the rewards.
-        cpo_alpha: weight of the supervised term. 0 disables it.
     """
 
-    beta: float = number_field(2.0, above=True)
-    gamma: float = number_field(1.0)
-    cpo_alpha: float = number_field(0.0)
+    beta: float = number_field(2.0, above=True)  # scale of the rewards
+    gamma: float = number_field(1.0)  # target margin of the rewards
+    cpo_alpha: float = number_field(0.0)  # weight of the supervised term. 0 disables it
     reference: ClassVar[bool] = False
     mean: ClassVar[bool] = True
 
@@ -147,16 +139,11 @@ class KTO(PreferenceObjective):
 
         L = desirable_weight * (1 - sigmoid(beta * (h - z_0)))    if desirable
         L = undesirable_weight * (1 - sigmoid(beta * (z_0 - h)))  otherwise
-
-    Args:
-        beta: rate at which gains and losses saturate.
-        desirable_weight: weight of desirable completions.
-        undesirable_weight: weight of undesirable completions.
     """
 
-    beta: float = number_field(0.1, above=True)
-    desirable_weight: float = number_field(1.0)
-    undesirable_weight: float = number_field(1.0)
+    beta: float = number_field(0.1, above=True)  # rate at which gains and losses saturate
+    desirable_weight: float = number_field(1.0)  # weight of desirable completions
+    undesirable_weight: float = number_field(1.0)  # weight of undesirable completions
     paired: ClassVar[bool] = False
 
     def __call__(
@@ -164,13 +151,7 @@ class KTO(PreferenceObjective):
     ) -> torch.Tensor:
         """Return the loss of each completion.
 
-        Args:
-            log_ratios: ``[B]`` log-ratios of single completions.
-            desirable: ``[B]`` bool labels.
-            reference_point: scalar ``z_0``; see :func:`kto_reference_point`.
-
-        Returns:
-            ``[B]``.
+        Shapes: ``log_ratios [B]``, ``desirable [B]`` to ``[B]``.
         """
         gain = self.beta * (log_ratios - reference_point)
         good, bad = self.desirable_weight * (1 - gain.sigmoid()), self.undesirable_weight * (1 - (-gain).sigmoid())
@@ -185,11 +166,7 @@ def kto_reference_point(mismatched: torch.Tensor) -> torch.Tensor:
 
     Section 4 of Ethayarajh et al. 2024 (arXiv 2402.01306).
 
-    Args:
-        mismatched: ``[m]`` summed log-ratios of completions ``y_j`` after prompts ``x_i`` of other completions.
-
-    Returns:
-        A scalar in nats, without gradient.
+    Shapes: ``mismatched [m]``.
     """
     return mismatched.detach().mean().clamp(min=0)
 
@@ -213,15 +190,7 @@ def bradley_terry(
 
         L = -(1 - eps) * log sigmoid(r_w - r_l - margin) - eps * log sigmoid(r_l - r_w - margin)
 
-    Args:
-        chosen: ``[P]`` rewards of the better completions.
-        rejected: ``[P]`` rewards of the worse completions.
-        margin: ``[P]`` or scalar, smallest desired difference of the rewards: larger for clearer preferences. 0 is the
-            plain Bradley-Terry model.
-        label_smoothing: assumed share of swapped labels.
-
-    Returns:
-        ``[P]`` in nats.
+    Shapes: ``chosen [P]``, ``rejected [P]``, ``margin [P]`` to ``[P]``.
     """
     difference = chosen - rejected
     return -(1 - label_smoothing) * logsigmoid(difference - margin) - label_smoothing * logsigmoid(-difference - margin)
@@ -232,12 +201,7 @@ def centering(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
     The likelihood does not change if a constant is added to all rewards of a prompt. This term fixes that constant.
 
-    Args:
-        chosen: ``[P]`` rewards of the better completions.
-        rejected: ``[P]`` rewards of the worse completions.
-
-    Returns:
-        ``[P]``.
+    Shapes: ``chosen [P]``, ``rejected [P]`` to ``[P]``.
     """
     return (chosen + rejected).square()
 
@@ -255,13 +219,6 @@ def batch_sum_to_zero(part: torch.Tensor, mean: torch.Tensor | float) -> torch.T
     The squared mean is not a sum over micro-batches. With the mean ``mu`` of the whole batch known,
     ``2 * mu * part - mu * part.detach()`` is: over all parts the values add up to ``mu^2``, the gradients to
     ``2 * mu * grad mu``.
-
-    Args:
-        part: scalar, sum of the part's rewards divided by the number of rewards in the batch.
-        mean: sum of all parts, ``mu``; no gradient flows through it.
-
-    Returns:
-        A scalar.
     """
     mean = torch.as_tensor(mean, dtype=part.dtype, device=part.device).detach()
     return mean * (2 * part - part.detach())

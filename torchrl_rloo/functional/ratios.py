@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from torchrl_rloo.runtime.choices import Choice, number_field
+from torchrl_rloo.runtime.lookup import Choice, number_field
 
 Ratio = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -29,27 +29,15 @@ MAX_LOG_RATIO = 20.0  # the ratio is linear beyond it: float32 overflows at 88, 
 def no_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return log-ratios of 0 with the gradient of ``log pi(a_t)``: plain REINFORCE (Williams 1992).
 
-    Args:
-        log_probs: ``[B, A]`` under the current weights; carries the gradient.
-        old_log_probs: ignored.
-        mask: ignored.
-
-    Returns:
-        ``[B, A]``, zeros.
+    Shapes: ``log_probs [B, A]`` to ``[B, A]``.
     """
     return log_probs - log_probs.detach()
 
 
 def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return ``log pi(a_t) - log pi_old(a_t)`` of each token, as in PPO (arXiv 1707.06347) and GRPO (arXiv 2402.03300).
+    """Return ``log pi(a_t) - log pi_old(a_t)`` of each token, as in PPO (1707.06347) and GRPO (arXiv 2402.03300).
 
-    Args:
-        log_probs: ``[B, A]`` under the current weights; carries the gradient.
-        old_log_probs: ``[B, A]`` under the old weights.
-        mask: ``[B, A]`` bool, True on action tokens.
-
-    Returns:
-        ``[B, A]``, 0 where the mask is False.
+    Shapes: ``log_probs [B, A]``, ``old_log_probs [B, A]``, ``mask [B, A]`` to ``[B, A]``.
     """
     return torch.where(mask, log_probs - old_log_probs, 0.0)
 
@@ -59,13 +47,7 @@ def sequence_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mas
 
     RLOO treats the sequence as one action (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2).
 
-    Args:
-        log_probs: ``[B, A]`` under the current weights; carries the gradient.
-        old_log_probs: ``[B, A]`` under the old weights.
-        mask: ``[B, A]`` bool, True on action tokens.
-
-    Returns:
-        ``[B, 1]``.
+    Shapes: ``log_probs [B, A]``, ``old_log_probs [B, A]``, ``mask [B, A]`` to ``[B, 1]``.
     """
     return token_log_ratio(log_probs, old_log_probs, mask).sum(-1, keepdim=True)
 
@@ -76,13 +58,7 @@ def mean_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: t
     Token form of GSPO (equation 14 of Zheng et al. 2025, arXiv 2507.18071): the value is that of the sequence, the
     gradient that of the token's log-prob. Its average over the sequence has the gradient of GSPO.
 
-    Args:
-        log_probs: ``[B, A]`` under the current weights; carries the gradient.
-        old_log_probs: ``[B, A]`` under the old weights.
-        mask: ``[B, A]`` bool, True on action tokens.
-
-    Returns:
-        ``[B, A]``.
+    Shapes: ``log_probs [B, A]``, ``old_log_probs [B, A]``, ``mask [B, A]`` to ``[B, A]``.
     """
     total = sequence_log_ratio(log_probs.detach(), old_log_probs, mask)
     return total / mask.sum(-1, keepdim=True).clamp(min=1) + (log_probs - log_probs.detach())
@@ -101,11 +77,7 @@ class RatioSpec:
     per_token: bool = True
 
     def __call__(self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the log-ratios.
-
-        Raises:
-            ValueError: if the function returns another shape than ``per_token`` says.
-        """
+        """Return the log-ratios."""
         log_ratio = self.function(log_probs, old_log_probs, mask)
         expected = mask.shape if self.per_token else (len(mask), 1)
         if log_ratio.shape != expected:
@@ -138,15 +110,7 @@ def exp_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def split_among_tokens(objective: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return an objective per token: equal shares of ``[B, 1]``, or ``[B, A]`` unchanged.
-
-    Args:
-        objective: ``[B, 1]`` or ``[B, A]``.
-        mask: ``[B, A]`` bool, True on action tokens.
-
-    Returns:
-        ``[B, A]``. Shares also stand where the mask is False.
-    """
+    """Return an objective per token: equal shares of ``[B, 1]``, or ``[B, A]`` unchanged."""
     if objective.shape == mask.shape:
         return objective
     return (objective / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(mask)
@@ -169,16 +133,9 @@ class TIS(Choice):
     """Truncated importance sampling of each token: ``min(w_t, high)``.
 
     Yao et al. 2025; Espeholt et al. 2018 (arXiv 1802.01561).
-
-    Args:
-        high: largest weight.
-
-    Example:
-        >>> TIS(2.0)(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool))
-        tensor([[1., 2.]])
     """
 
-    high: float = number_field(2.0, above=True)
+    high: float = number_field(2.0, above=True)  # largest weight
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -190,14 +147,10 @@ class IcePop(_Bounded):
     """Mask of tokens on which the two policies disagree: ``w_t`` if ``low <= w_t <= high``, else 0.
 
     IcePop (arXiv 2510.18855).
-
-    Args:
-        low: smallest weight that is kept.
-        high: largest weight that is kept.
     """
 
-    low: float = 0.5
-    high: float = 5.0
+    low: float = 0.5  # smallest weight that is kept
+    high: float = 5.0  # largest weight that is kept
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -206,13 +159,9 @@ class IcePop(_Bounded):
 
 @dataclass(frozen=True)
 class SequenceTruncate(Choice):
-    """One truncated weight for the whole sequence: ``min(prod_t w_t, high)``.
+    """One truncated weight for the whole sequence: ``min(prod_t w_t, high)``."""
 
-    Args:
-        high: largest weight.
-    """
-
-    high: float = number_field(2.0, above=True)
+    high: float = number_field(2.0, above=True)  # largest weight
     per_token: ClassVar[bool] = False
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -221,15 +170,10 @@ class SequenceTruncate(Choice):
 
 @dataclass(frozen=True)
 class SequenceMask(_Bounded):
-    """Mask of sequences on which the two policies disagree: ``W = prod_t w_t`` if ``low <= W <= high``, else 0.
+    """Mask of sequences on which the two policies disagree: ``W = prod_t w_t`` if ``low <= W <= high``, else 0."""
 
-    Args:
-        low: smallest weight that is kept.
-        high: largest weight that is kept.
-    """
-
-    low: float = 0.0
-    high: float = 2.0
+    low: float = 0.0  # smallest weight that is kept
+    high: float = 2.0  # largest weight that is kept
     per_token: ClassVar[bool] = False
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -241,16 +185,11 @@ class SeqMaskTIS(_Bounded):
     """TIS on sequences whose geometric mean weight ``(prod_t w_t)^(1/L)`` is in ``[low, high]``, else 0.
 
     The mean does not grow with the length, so long sequences are not masked for being long.
-
-    Args:
-        low: smallest mean weight that is kept.
-        high: largest mean weight that is kept.
-        token_high: largest weight of a token.
     """
 
-    low: float = 0.99
-    high: float = 1.01
-    token_high: float = number_field(2.0, above=True)
+    low: float = 0.99  # smallest mean weight that is kept
+    high: float = 1.01  # largest mean weight that is kept
+    token_high: float = number_field(2.0, above=True)  # largest weight of a token
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -280,15 +219,7 @@ def off_policy_mask(
 
         M_i = 0 if A_i < 0 and 1/L_i sum_t (log mu(a_t) - log pi(a_t)) > threshold else 1
 
-    Args:
-        log_probs: ``[B, A]`` under the current weights.
-        behavior_log_probs: ``[B, A]`` of the sampler.
-        advantages: ``[B, 1]`` or ``[B, A]``.
-        mask: ``[B, A]`` bool, True on action tokens.
-        threshold: largest mean drift that is kept, in nats per token.
-
-    Returns:
-        ``[B, 1]`` or ``[B, A]`` bool, False on what is masked.
+    Shapes: ``log_probs`` and ``mask`` ``[B, A]``, ``advantages [B, 1 or A]`` to bool ``[B, 1 or A]``.
     """
     drift = _masked_sum(behavior_log_probs - log_probs.detach(), mask) / mask.sum(-1, keepdim=True).clamp(min=1)
     return (advantages >= 0) | (drift <= threshold)

@@ -15,17 +15,7 @@ def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, discount: float = 1
     Equation 3.8 of Sutton and Barto, "Reinforcement Learning", second edition, including the current reward. Time
     counts the entries of a row: action tokens here, turns in the turn-level returns.
 
-    Args:
-        rewards: ``[B, A]``; entries outside the mask are ignored.
-        mask: ``[B, A]`` bool, left-aligned.
-        discount: discount factor per entry, in [0, 1].
-
-    Returns:
-        ``[B, A]`` in the dtype of ``rewards``, 0 outside the mask. Differentiable.
-
-    Example:
-        >>> rewards_to_go(torch.tensor([[0.0, 0.0, 1.0]]), torch.ones(1, 3, dtype=torch.bool), 0.5)
-        tensor([[0.2500, 0.5000, 1.0000]])
+    Shapes: ``rewards [B, A]``, ``mask [B, A]`` to ``[B, A]``.
     """
     returns = torch.where(mask, rewards, 0.0).double()
     window = 1  # returns[t] sums the rewards t .. t + window - 1; each pass joins two windows
@@ -38,15 +28,7 @@ def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, discount: float = 1
 def turn_index(action_mask: torch.Tensor) -> torch.Tensor:
     """Return the turn of each action token; a turn is a maximal run of action tokens.
 
-    Args:
-        action_mask: ``[B, T]`` bool, True on action tokens and False on the other tokens of the row.
-
-    Returns:
-        ``[B, T]`` int64: 0, 1, ... on action tokens, -1 elsewhere.
-
-    Example:
-        >>> turn_index(torch.tensor([[False, True, True, False, True]]))
-        tensor([[-1,  0,  0, -1,  1]])
+    Shapes: ``action_mask [B, T]`` to ``[B, T]`` int64.
     """
     starts = action_mask & ~pad(action_mask[:, :-1], (1, 0), value=False)
     return torch.where(action_mask, starts.cumsum(-1) - 1, -1)
@@ -55,13 +37,7 @@ def turn_index(action_mask: torch.Tensor) -> torch.Tensor:
 def turn_rewards(rewards: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the token rewards of each turn.
 
-    Args:
-        rewards: ``[B, L]``, one per token.
-        turns: ``[B, L]`` int64 from :func:`turn_index`, -1 on tokens without a turn.
-
-    Returns:
-        ``(rewards [B, K], mask [B, K])``, with ``K`` the largest number of turns of a row. The mask is True on the
-        turns that a row has. :func:`rewards_to_go` turns them into turn-level returns.
+    Shapes: ``rewards [B, L]``, ``turns [B, L]`` to ``(rewards [B, K], mask [B, K])``.
     """
     n_turns = int(turns.max()) + 1 if turns.numel() else 0
     counts = turns.amax(-1) + 1 if turns.shape[-1] else turns.new_zeros(len(turns))
@@ -74,12 +50,7 @@ def turn_rewards(rewards: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tens
 def spread_turns(values: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Return the value of its turn at each token, 0 on tokens without a turn.
 
-    Args:
-        values: ``[B, K]``, one per turn.
-        turns: ``[B, L]`` int64 from :func:`turn_index`.
-
-    Returns:
-        ``[B, L]``.
+    Shapes: ``values [B, K]``, ``turns [B, L]`` to ``[B, L]``.
     """
     if not values.shape[-1]:
         return values.new_zeros(turns.shape)
@@ -140,14 +111,7 @@ def clipped_value_loss(
 
         1/2 max((V - R)^2, (clip(V, V_old - epsilon, V_old + epsilon) - R)^2)
 
-    Args:
-        values: ``[B, A]`` under the current weights; carries the gradient.
-        old_values: ``[B, A]`` under the weights that computed the targets.
-        targets: ``[B, A]``, returns ``R``.
-        epsilon: largest distance of a value from the old one. None disables the clip.
-
-    Returns:
-        ``[B, A]``, never negative.
+    Shapes: ``values [B, A]``, ``old_values [B, A]``, ``targets [B, A]`` to ``[B, A]``.
     """
     error = (values - targets).square()
     if epsilon is not None:

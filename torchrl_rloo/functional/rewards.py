@@ -17,13 +17,7 @@ def combine_rewards(
 
     A function that abstained counts as 0 if another function answered. The sum over no functions is 0.
 
-    Args:
-        rewards: ``[B, F]``, NaN where a function abstained.
-        weights: ``F`` numbers.
-        clip_range: bounds of the sum. None disables the clip.
-
-    Returns:
-        ``[B]``, NaN for a row on which all functions abstained.
+    Shapes: ``rewards [B, F]`` to ``[B]``.
     """
     total = (rewards * rewards.new_tensor(list(weights))).nansum(-1)
     if clip_range is not None:
@@ -58,11 +52,11 @@ class Moments(NamedTuple):
 
 def column_moments(scores: torch.Tensor) -> Moments:
     """Return the moments of each column of ``scores`` ``[N, F]`` over the entries that are not NaN."""
-    given = ~scores.isnan()
-    values = torch.where(given, scores, 0.0).double()
-    count = given.sum(0).double()
+    answered = ~scores.isnan()
+    values = torch.where(answered, scores, 0.0).double()
+    count = answered.sum(0).double()
     mean = values.sum(0) / count.clamp(min=1)
-    return Moments(count, mean, torch.where(given, values - mean, 0.0).square().sum(0))
+    return Moments(count, mean, torch.where(answered, values - mean, 0.0).square().sum(0))
 
 
 def merge_moments(first: Moments, second: Moments) -> Moments:
@@ -95,15 +89,7 @@ def normalize_scores(
     A column with fewer than ``min_count`` scores is unchanged. A column whose scores differ only by rounding error is
     not divided.
 
-    Args:
-        scores: ``[N, F]``, NaN where a function abstained. NaN stays.
-        moments: moments of the ``F`` functions.
-        center: True subtracts the mean.
-        min_count: scores that a column needs before it is normalized.
-        epsilon: constant added to the standard deviation.
-
-    Returns:
-        ``[N, F]`` in the dtype of ``scores``.
+    Shapes: ``scores [N, F]`` to ``[N, F]``.
     """
     std = moments.std
     scale = torch.where(std > NOISE * moments.mean.abs(), std + epsilon, 1.0)
@@ -115,15 +101,6 @@ def calibrate_scores(scores: torch.Tensor, temperature: float, bias: float = 0.0
     """Calibrate the logits of a reward model: ``r / T + b``, or ``sigmoid(r / T + b)``.
 
     Temperature scaling, section 4.2 of Guo et al. 2017 (arXiv 1706.04599); Platt scaling with a bias.
-
-    Args:
-        scores: any shape. NaN stays.
-        temperature: ``T``, above 0.
-        bias: ``b``.
-        sigmoid: True returns probabilities.
-
-    Returns:
-        Same shape and dtype as ``scores``.
     """
     logits = scores / temperature + bias
     return logits.sigmoid() if sigmoid else logits
@@ -143,16 +120,6 @@ def shape_truncated_scores(
     In ``"replace"`` and ``"penalty"`` each function that answered gets an equal share, so the scores still sum to the
     return. A row on which all functions abstained still abstains. ``"scale"`` with a value in [0, 1] and ``"replace"``
     with a negative value are the two forms of ProRL v2's stop-properly penalty.
-
-    Args:
-        scores: ``[N, F]``, NaN where a function abstained.
-        truncated: ``[N]`` bool.
-        weights: ``[F]``, positive for ``"replace"`` and ``"penalty"``.
-        mode: one of :data:`TRUNCATION_MODES`.
-        value: constant of the mode.
-
-    Returns:
-        ``[N, F]`` in the dtype of ``scores``.
     """
     if mode == "keep":
         return scores
@@ -161,8 +128,8 @@ def shape_truncated_scores(
     elif mode == "scale":
         changed = scores * value
     else:
-        given = (~scores.isnan()).to(scores.dtype)
-        total = (given * weights.to(scores)).sum(-1, keepdim=True)
+        answered = (~scores.isnan()).to(scores.dtype)
+        total = (answered * weights.to(scores)).sum(-1, keepdim=True)
         share = value / torch.where(total > 0, total, 1.0)
         changed = scores + share if mode == "penalty" else torch.where(scores.isnan(), scores, share.expand_as(scores))
     return torch.where(truncated[:, None], changed, scores)

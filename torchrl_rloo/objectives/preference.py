@@ -23,9 +23,9 @@ from torchrl_rloo.functional.preference import (
     kto_reference_point,
 )
 from torchrl_rloo.functional.statistics import nanstd
+from torchrl_rloo.modules.heads import RewardModel
 from torchrl_rloo.modules.policies import TransformersWrapper
-from torchrl_rloo.modules.recording import Scorer
-from torchrl_rloo.modules.reward_model import RewardModel
+from torchrl_rloo.modules.reference import Scorer
 from torchrl_rloo.objectives.step import (
     LossOutput,
     Normalizers,
@@ -37,7 +37,7 @@ from torchrl_rloo.objectives.step import (
     row_weights,
     zero_loss,
 )
-from torchrl_rloo.runtime.choices import resolve
+from torchrl_rloo.runtime.lookup import resolve
 
 RECORDED = "recorded"
 
@@ -184,12 +184,7 @@ class PreferenceLoss(LossModule):
         )
 
     def _score(self, rows: TensorDictBase, idle: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each completion's log-prob and the value that the objective takes, ``[B]`` each.
-
-        Args:
-            rows: completions.
-            idle: True for rows without recorded log-probs of the reference, in a pass whose loss is 0.
-        """
+        """Return each completion's log-prob and the value that the objective takes, ``[B]`` each."""
         scored = self.actor_network.score(rows)
         log_probs, mask = scored.log_probs, scored.actions.mask
         # Sum over each completion, or average over its tokens if the objective does
@@ -285,7 +280,7 @@ class RewardModelLoss(LossModule):
         r = 1/(2N) sum_i u_i * (r_w_i + r_l_i)
 
     :mod:`torchrl_rloo.functional.preference` has the terms and their sources. Rows come from
-    :func:`~torchrl_rloo.modules.reward_model.encode_pairs` or :func:`~torchrl_rloo.data.encode_preferences`. A pair has
+    :func:`~torchrl_rloo.modules.heads.encode_pairs` or :func:`~torchrl_rloo.data.encode_preferences`. A pair has
     sub-rows ``"chosen"`` and ``"rejected"``, scored in one forward pass, and optionally a float ``"margin"`` (``m_i``),
     ``sample_weight`` and ``multiplicity``, whose product is ``u_i``. Returns a :class:`RewardModelLossOutput`.
 

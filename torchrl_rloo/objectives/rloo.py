@@ -19,20 +19,14 @@ from torchrl_rloo.functional import (
     KL_ESTIMATORS,
     RATIOS,
     SURROGATES,
-    Aggregation,
-    Correction,
     Ratio,
-    Surrogate,
-    aggregate,
     effective_sample_size,
     k3,
-    kl_loss_terms,
-    masked_mean,
-    off_policy_mask,
-    split_among_tokens,
 )
-from torchrl_rloo.functional.policy_loss import DPPO, Clip, Unclipped
-from torchrl_rloo.functional.ratios import ratio_spec
+from torchrl_rloo.functional.kl import kl_loss_terms
+from torchrl_rloo.functional.policy_loss import DPPO, Aggregation, Clip, Surrogate, Unclipped, aggregate
+from torchrl_rloo.functional.ratios import Correction, off_policy_mask, ratio_spec, split_among_tokens
+from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
 from torchrl_rloo.objectives.step import (
     LossOutput,
@@ -49,8 +43,8 @@ from torchrl_rloo.objectives.step import (
     sum_field,
     zero_loss,
 )
-from torchrl_rloo.runtime.choices import resolve
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.lookup import resolve
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 Spec = str | Mapping[str, Any]
 

@@ -11,7 +11,9 @@ from tensordict import TensorClass, TensorDictBase
 from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.functional import AGGREGATIONS, Aggregation, aggregate, masked_mean
+from torchrl_rloo.functional import AGGREGATIONS
+from torchrl_rloo.functional.policy_loss import Aggregation, aggregate
+from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.objectives.step import (
     LossOutput,
@@ -23,23 +25,16 @@ from torchrl_rloo.objectives.step import (
     row_weights,
     zero_loss,
 )
-from torchrl_rloo.runtime.choices import resolve
+from torchrl_rloo.runtime.lookup import resolve
 
 
 class SFTLossOutput(LossOutput, TensorClass["nocast"]):
-    """Loss of :class:`SFTLoss`, and metrics over action tokens (without gradient).
+    """Loss of :class:`SFTLoss`, and metrics over action tokens (without gradient)."""
 
-    Attributes:
-        loss_sft: scalar to minimize.
-        nll: mean negative log-prob per action token, in nats, for every aggregation and sample weight.
-        entropy: mean entropy of the model's distribution per action token, in nats.
-        num_action_tokens: number of action tokens that the means cover.
-    """
-
-    loss_sft: torch.Tensor
-    nll: torch.Tensor
-    entropy: torch.Tensor
-    num_action_tokens: torch.Tensor
+    loss_sft: torch.Tensor  # scalar to minimize
+    nll: torch.Tensor  # mean negative log-prob per action token, in nats, for every aggregation and sample weight
+    entropy: torch.Tensor  # mean entropy of the model's distribution per action token, in nats
+    num_action_tokens: torch.Tensor  # number of action tokens that the means cover
 
     def is_empty(self) -> bool:
         """Return whether the output is of no action tokens."""

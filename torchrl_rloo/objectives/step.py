@@ -117,23 +117,20 @@ def multiplicity(rows: TensorDictBase) -> torch.Tensor:
     """Return how many identical rows each row stands for, ``[B]`` float32."""
     if not len(rows):
         return torch.zeros(0)
-    given = rows.get(keys.MULTIPLICITY, None)
-    return torch.ones(len(rows)) if given is None else given.reshape(-1).float()
+    counts = rows.get(keys.MULTIPLICITY, None)
+    return torch.ones(len(rows)) if counts is None else counts.reshape(-1).float()
 
 
 def row_weights(rows: TensorDictBase) -> torch.Tensor:
     """Return the factor of each row's loss, ``sample_weight`` times ``multiplicity``, ``[B]`` float32."""
-    given = rows.get(keys.SAMPLE_WEIGHT, None) if len(rows) else None
-    return multiplicity(rows) if given is None else multiplicity(rows) * given.reshape(-1).float()
+    factors = rows.get(keys.SAMPLE_WEIGHT, None) if len(rows) else None
+    return multiplicity(rows) if factors is None else multiplicity(rows) * factors.reshape(-1).float()
 
 
 def zero_loss(score: Callable[[TensorDictBase], torch.Tensor]) -> torch.Tensor:
     """Return a loss of 0 with zero gradients for a step, or a rank, without rows.
 
     It runs a row of two tokens, so that a rank without rows takes part in every call of DDP and FSDP.
-
-    Args:
-        score: function from rows ``[1]`` to a tensor that depends on all trained parameters.
     """
     return score(placeholder_rows()).sum() * 0.0
 
@@ -145,17 +142,7 @@ def _is_counted(row: TensorDictBase, mask_truncated_completions: bool) -> bool:
 def row_normalizers(
     rows: TensorDictBase, *, mask_truncated_completions: bool = False, process_group=None
 ) -> Normalizers:
-    """Count the rows and action tokens of a step.
-
-    Args:
-        rows: all rows of an optimizer step on this rank.
-        mask_truncated_completions: True excludes the tokens of truncated rows.
-        process_group: group whose ranks share the step. Counts are averaged over them, so gradients must be averaged
-            as well, as ``DistributedDataParallel`` and FSDP do. None counts this rank only.
-
-    Returns:
-        Normalizers with ``num_rows`` and ``num_tokens``.
-    """
+    """Count the rows and action tokens of a step."""
     weights = multiplicity(rows).double().cpu()
     lengths = [
         float(row[keys.ACTION_MASK].sum()) * _is_counted(row, mask_truncated_completions) for row in unbind_rows(rows)
@@ -169,20 +156,7 @@ def row_normalizers(
 def entropy_threshold(
     rows: TensorDictBase, fraction: float, *, mask_truncated_completions: bool = False, process_group=None
 ) -> float:
-    """Return the entropy that ``fraction`` of the action tokens of a step reach.
-
-    Args:
-        rows: all rows of an optimizer step on this rank, with recorded entropies.
-        fraction: share of the tokens, in (0, 1].
-        mask_truncated_completions: True excludes the tokens of truncated rows.
-        process_group: group whose ranks share the step. None counts this rank only.
-
-    Returns:
-        The threshold in nats; 0 without tokens.
-
-    Raises:
-        KeyError: if the rows have no recorded entropies.
-    """
+    """Return the entropy that ``fraction`` of the action tokens of a step reach."""
     if len(rows) and keys.PROXIMAL_ENTROPY not in rows.keys(True):
         raise KeyError(f"rows require {keys.PROXIMAL_ENTROPY}; record it with record_log_probs(entropy=...)")
     # Repeat the entropies of a merged row for each row that it stands for
@@ -206,16 +180,7 @@ def entropy_threshold(
 def reduce_over_ranks(
     value: torch.Tensor, process_group: distributed.ProcessGroup | None, op: str = "sum"
 ) -> torch.Tensor:
-    """Reduce a tensor over the ranks of a group, on the device of the tensor.
-
-    Args:
-        value: tensor of the same shape on all ranks.
-        process_group: group of ranks. None returns ``value`` unchanged.
-        op: ``"sum"`` or ``"max"``.
-
-    Returns:
-        Same shape as ``value``.
-    """
+    """Reduce a tensor over the ranks of a group, on the device of the tensor."""
     if process_group is None:
         return value
     device = "cuda" if "nccl" in distributed.get_backend(process_group) else "cpu"  # NCCL rejects CPU tensors
@@ -245,13 +210,7 @@ def notify_without_tokens(rows: TensorDictBase, num_tokens: float) -> None:
 
 
 def notify_without_advantage(rows: TensorDictBase, advantage: NestedKey, *, other_terms: bool) -> None:
-    """Say once that no row of a step has an advantage, and why.
-
-    Args:
-        rows: all rows of an optimizer step. Rows on a GPU are waited for, as in the count of their tokens.
-        advantage: key of the advantages. The loss itself refuses rows without it.
-        other_terms: whether the loss has terms that need no advantage, such as a KL.
-    """
+    """Say once that no row of a step has an advantage, and why."""
     values = rows.get(advantage, None, as_list=True) if len(rows) else None
     if values is None or any(bool(value.nan_to_num(0.0).any()) for value in values):
         return

@@ -14,7 +14,7 @@ from torchrl_rloo.data.rows import gather_actions, ragged
 from torchrl_rloo.functional.policy_loss import aggregate
 from torchrl_rloo.functional.returns import clipped_value_loss, explained_variance
 from torchrl_rloo.functional.statistics import masked_mean
-from torchrl_rloo.modules.value import ValueHead
+from torchrl_rloo.modules.heads import ValueHead
 from torchrl_rloo.objectives.step import (
     LossOutput,
     Normalizers,

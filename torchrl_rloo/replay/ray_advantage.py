@@ -14,8 +14,8 @@ from torchrl_rloo.data.rows import concatenate, stack_rows
 from torchrl_rloo.ray_actors import call, start_actor
 from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.group_store import GroupAdvantages, split_members
+from torchrl_rloo.replay.pending import BufferTransform
 from torchrl_rloo.replay.ray_objects import OwnedRows, fetch_group, restore_rows, save_rows
-from torchrl_rloo.replay.transform import BufferTransform
 
 
 class RayMCAdvantage(BufferTransform):

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo.data.packed import PackedRows
-from torchrl_rloo.data.plain import from_plain, to_plain
+from torchrl_rloo.data.packed import PackedRows, from_plain, to_plain
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.replay.group_store import PAYLOAD, Payload, ReadyGroup, join_rows, split_members
 

@@ -12,12 +12,12 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from torchrl_rloo.rotary import check_engine_frequencies
 from torchrl_rloo.runtime.ranks import RankError
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 from torchrl_rloo.weight_update.joint import JointCalls
 from torchrl_rloo.weight_update.peers import Peer, PeerError
 from torchrl_rloo.weight_update.publication import Publication, Snapshot, explain
+from torchrl_rloo.weight_update.rotary import check_engine_frequencies
 from torchrl_rloo.weight_update.session import Session, clean_up, wait_until
 from torchrl_rloo.weight_update.shards import sharing_ranks
 from torchrl_rloo.weight_update.target import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchrl_rloo.four_bit import compute_dtype, dequantize, is_four_bit
+from torchrl_rloo.weight_update.four_bit import compute_dtype, dequantize, is_four_bit
 from torchrl_rloo.weight_update.protocol import TensorInfo
 from torchrl_rloo.weight_update.shards import SENDER, Piece, gather, is_sender, list_pieces, reshard, simplify
 

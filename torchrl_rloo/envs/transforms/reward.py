@@ -19,7 +19,7 @@ from torchrl_rloo.data.rows import non_tensor_value, set_entries
 from torchrl_rloo.data.segments import action_ids
 from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.env_transform import EnvTransform
-from torchrl_rloo.functional import combine_rewards
+from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.latency import Histogram
 from torchrl_rloo.rewards.protocol import MAX_HISTORY, RewardBatch, RewardFunction, TrainerState
