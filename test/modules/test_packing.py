@@ -29,7 +29,7 @@ from support.packed_rows import (
     random_rows,
     rows_of,
 )
-from torchrl_rloo.modules import packing as packed_attention
+from torchrl_rloo.modules import packing as packing_module
 from torchrl_rloo.modules.packing import PACKED, action_hidden, supports_packing
 
 
@@ -94,7 +94,7 @@ def test_the_rows_handed_to_the_cuda_kernel_are_right(
     names = inspect.signature(varlen.varlen_attn).parameters
     assert inspect.signature(varlen_reference).parameters.keys() <= {*names, "enable_gqa"}  # torch 2.11 lacks the flag
     monkeypatch.setattr(varlen, "varlen_attn", varlen_reference)
-    monkeypatch.setattr(packed_attention, "_has_ragged_kernel", lambda query: True)
+    monkeypatch.setattr(packing_module, "_has_ragged_kernel", lambda query: True)
     for case in ("random", "trees", "prompts that begin other prompts"):
         assert_same_as_padded(decoder_of(family), CASES[case], packing)
 
@@ -364,7 +364,7 @@ def test_an_exception_restores_the_attention() -> None:
     with pytest.raises(ZeroDivisionError):
         action_hidden(decoder, *CASES["turns"], "packed")
     handle.remove()
-    assert decoder.config._attn_implementation == "sdpa" and packed_attention._PLAN.get() is None
+    assert decoder.config._attn_implementation == "sdpa" and packing_module._PLAN.get() is None
     assert_same_as_padded(decoder, CASES["turns"], "packed")
 
 
