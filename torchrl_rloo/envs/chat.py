@@ -17,7 +17,6 @@ from torchrl.data import Composite
 from torchrl.envs import EnvBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.feedback_ids import answer_turn
 from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import (
@@ -31,7 +30,14 @@ from torchrl_rloo.data.rows import (
 )
 from torchrl_rloo.data.segments import TrajectoryIds, stash_segment
 from torchrl_rloo.data.stop_reasons import end_row, set_done
-from torchrl_rloo.data.templates import Messages, decode_response, encode_messages, is_conversation, join_conversation
+from torchrl_rloo.data.templates import (
+    Messages,
+    answer_turn,
+    decode_response,
+    encode_messages,
+    is_conversation,
+    join_conversation,
+)
 from torchrl_rloo.envs.abstaining import OnTimeLimit
 from torchrl_rloo.envs.chat_context import read_turn, write_context, write_turn
 from torchrl_rloo.envs.chat_limits import check_limits, long_prompt_error, turn_room, turn_stop_reason
