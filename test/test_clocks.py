@@ -27,7 +27,7 @@ ALLOWED = {
     "torchrl_rloo/engines/pool.py": "a time for readers of the pool's events",
     "torchrl_rloo/agents/chat_format.py": "a field of OpenAI's format",
     "torchrl_rloo/agents/responses_format.py": "a field of OpenAI's format",
-    "torchrl_rloo/replay/row_writer.py": "numbers of files, which always grow; the age of files of killed writers",
+    "torchrl_rloo/replay/rollouts.py": "numbers of files, which always grow; the age of files of killed writers",
     "torchrl_rloo/rewards/remote.py": "a date that a server sent; total_timeout limits the wait",
     "torchrl_rloo/run/lock.py": "a time for readers of the lock",
 }

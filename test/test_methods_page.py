@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_rloo.functional import AGGREGATIONS, CORRECTIONS, ESTIMATORS, NORMALIZATIONS, RATIOS, SURROGATES
+from torchrl_rloo.functional import AGGREGATIONS, CORRECTIONS, ESTIMATORS, RATIOS, SURROGATES
+from torchrl_rloo.functional.advantages import NORMALIZATIONS
 from torchrl_rloo.objectives import PRESETS
 from torchrl_rloo.replay.credit import CREDITS
 

@@ -38,9 +38,10 @@ from torchrl.trainers.algorithms.grpo import GRPOTrainer
 from transformers import Qwen2ForSequenceClassification
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import encode_prompt, from_history, keys, load_prompts, to_history
+from torchrl_rloo.data import encode_prompt, keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows, tensor_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
+from torchrl_rloo.data.templates import from_history, to_history
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
@@ -49,7 +50,7 @@ from torchrl_rloo.modules import RewardModel, TransformersWrapper, frozen_copy, 
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.ray import RayLLMCollector
 from torchrl_rloo.replay import MCAdvantage, RowStorage
-from torchrl_rloo.torchrl_arguments import TORCHRL_ARGUMENTS
+from torchrl_rloo.runtime.torchrl_arguments import TORCHRL_ARGUMENTS
 from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 

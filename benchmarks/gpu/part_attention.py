@@ -12,14 +12,14 @@ from measure import SHAPES, Setup, attempt, build_model, clear, peak_bytes, rand
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import action_tokens, ragged
-from torchrl_rloo.modules import packed_attention
+from torchrl_rloo.modules import packing as packing_module
 from torchrl_rloo.modules.packing import action_hidden
 
 
 @contextmanager
 def without_kernel() -> Iterator[None]:
     """Attend in blocks of ``scaled_dot_product_attention`` within the context, as on a CPU."""
-    with mock.patch.object(packed_attention, "_has_ragged_kernel", lambda query: False):
+    with mock.patch.object(packing_module, "_has_ragged_kernel", lambda query: False):
         yield
 
 

@@ -111,9 +111,9 @@ from torchrl_rloo.diagnostics.calibration import CALIBRATION_PLOT
 from torchrl_rloo.diagnostics.health import make_health
 from torchrl_rloo.embedded import addition_preferences, resolve_model
 from torchrl_rloo.modules import context_length, save_model
-from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
+from torchrl_rloo.modules.heads import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import merge_outputs
-from torchrl_rloo.objectives.reward_model import RewardModelLoss
+from torchrl_rloo.objectives.preference import RewardModelLoss
 from torchrl_rloo.run import Run, check_resumable, repeat_after_rollback
 from torchrl_rloo.training import accumulate, check_optimizer, make_optimizer, make_schedule, optimizer_step
 

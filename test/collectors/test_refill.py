@@ -15,13 +15,12 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.collectors.refill import RefillingCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.outcomes import final_return
-from torchrl_rloo.data.pass_rates import PassRatePool
-from torchrl_rloo.data.rerolls import DeferredRerolls
 from torchrl_rloo.data.rows import ragged
+from torchrl_rloo.data.sampling import DeferredRerolls, PassRatePool
 from torchrl_rloo.embedded import addition_prompts, build_model
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import DatasetExhaustedError
-from torchrl_rloo.functional.groups import group_ranges, has_signal
+from torchrl_rloo.functional.statistics import group_ranges, has_signal
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage

@@ -16,7 +16,8 @@ from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import DatasetExhaustedError
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.replay import RolloutFileError, RolloutFiles, RolloutWriter
+from torchrl_rloo.replay import RolloutFiles, RolloutWriter
+from torchrl_rloo.replay.rollouts import RolloutFileError
 from torchrl_rloo.rewards import boxed_accuracy
 
 HASH = "0" * 64

@@ -29,17 +29,15 @@ from torchrl_rloo.functional import (
     SURROGATES,
     Clip,
     SamplingDistribution,
-    aggregate,
     k1,
-    kl_penalized_reward,
     leave_one_out,
-    masked_mean,
-    nanstd,
-    sequence_log_ratio,
-    split_among_tokens,
     token_log_probs,
 )
+from torchrl_rloo.functional.kl import kl_penalized_reward
+from torchrl_rloo.functional.policy_loss import aggregate
+from torchrl_rloo.functional.ratios import sequence_log_ratio, split_among_tokens
 from torchrl_rloo.functional.rewards import combine_rewards
+from torchrl_rloo.functional.statistics import masked_mean, nanstd
 from torchrl_rloo.replay import MCAdvantage
 
 CASES = {case["name"]: case for case in json.loads((Path(__file__).parent / "trl_cases.json").read_text())["cases"]}

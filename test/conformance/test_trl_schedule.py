@@ -14,7 +14,8 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import load_prompts, micro_batches, tensor_rows
+from torchrl_rloo.data import load_prompts, tensor_rows
+from torchrl_rloo.data.rows import micro_batches
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss

@@ -10,9 +10,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_rloo.data import decode_response, encode_conversation, encode_feedback, encode_prompt
-from torchrl_rloo.data.special_tokens import MARK, cut_messages, cut_specials
-from torchrl_rloo.data.templates import encode_messages
+from torchrl_rloo.data import encode_prompt
+from torchrl_rloo.data.templates import (
+    MARK,
+    answer_turn,
+    cut_messages,
+    cut_specials,
+    decode_response,
+    encode_conversation,
+    encode_messages,
+)
 
 RUNS = [" " * n for n in range(2, 32)] + ["\t" * n for n in range(2, 10)] + ["\n\n"]
 ADDED = {  # tokens that are not special, as in the models' tokenizers
@@ -77,8 +84,8 @@ def test_no_text_becomes_a_control_token_and_none_is_changed(like) -> None:
         assert [i for i in prompt if i in ids] == [i for i in plain if i in ids]
         assert like.decode(prompt) == like.decode(plain).replace("user\na", f"user\n{text}")
         chat = [say("user", "a"), say("assistant", "b")]
-        plain = encode_feedback(like, chat, [say("tool", "a")], last_token=eos)
-        answer = encode_feedback(like, chat, [say("tool", text)], last_token=eos)
+        plain = answer_turn(like, chat, [say("tool", "a")], last_token=eos).ids
+        answer = answer_turn(like, chat, [say("tool", text)], last_token=eos).ids
         assert [i for i in answer if i in ids] == [i for i in plain if i in ids]
         assert text in like.decode(answer)
         plain, plain_mask = encode_conversation(like, [*chat[:1], say("assistant", "a")])
@@ -88,7 +95,7 @@ def test_no_text_becomes_a_control_token_and_none_is_changed(like) -> None:
 
 def test_the_template_itself_writes_control_tokens(like) -> None:
     if like.like == "qwen3":
-        feedback = encode_feedback(like, [say("user", "a"), say("assistant", "b")], [say("tool", "3")], last_token=0)
+        feedback = answer_turn(like, [say("user", "a"), say("assistant", "b")], [say("tool", "3")], last_token=0).ids
         names = ["<tool_response>", "</tool_response>"]
         assert [i for i in feedback if i in like.convert_tokens_to_ids(names)] == like.convert_tokens_to_ids(names)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support import attacks_data
 from support.attacks_data import attack
-from torchrl_rloo.data import cells
+from torchrl_rloo.data import sources
 
 
 @settings(derandomize=True, max_examples=12, deadline=None)
@@ -19,7 +19,7 @@ def test_generated_attacks_are_contained(seed):
 
 
 def test_an_attack_that_succeeds_is_reported(monkeypatch):
-    monkeypatch.setattr(cells, "_text", lambda value, where: value)  # lets invalid Unicode through
+    monkeypatch.setattr(sources, "_text", lambda value, where: value)  # lets invalid Unicode through
     found = attack(400, 0)
     assert found["tried"] == 400 and found["contained"] == 400 - len(found["failures"]) < 400
     assert all("attack_" in failure and "seed 0" in failure for failure in found["failures"])

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import encode_prompts, load_preferences, load_prompts
+from torchrl_rloo.data import load_preferences, load_prompts
 from torchrl_rloo.data.keys import RESERVED
+from torchrl_rloo.data.templates import encode_prompts
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import TransformersWrapper

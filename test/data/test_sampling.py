@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys, load_prompts
-from torchrl_rloo.data.sampling import MixtureSampler, PromptSampler
+from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.data.sampling import DeferredRerolls, MixtureSampler, PassRatePool, PromptSampler
 from torchrl_rloo.envs.transforms import DataLoadingPrimer
 
 
@@ -151,3 +155,304 @@ def test_a_sampler_of_another_size_is_found_out() -> None:
 def test_epochs_and_order_are_the_samplers(kwargs: dict) -> None:
     with pytest.raises(ValueError, match="cannot be combined with a sampler"):
         DataLoadingPrimer(numbered(3), sampler=MixtureSampler([3]), **kwargs)
+
+
+NAN = math.nan
+
+
+def outcome(*groups: tuple[int, int, list[float]]) -> TensorDictBase:
+    """Make rows of groups ``(group_id, prompt_id, returns)``."""
+    return stack_rows(
+        [
+            TensorDict(
+                {keys.GROUP_ID: torch.tensor(g), keys.PROMPT_ID: torch.tensor(p), keys.REWARD: torch.tensor([[r]])}
+            )
+            for g, p, returns in groups
+            for r in returns
+        ]
+    )
+
+
+def pool_draws(pool: PassRatePool, n: int, generator=None) -> Counter:
+    generator = generator or seeded()
+    return Counter(pool.draw(generator) for _ in range(n))
+
+
+def test_estimates_and_standings() -> None:
+    pool = PassRatePool(6, target=(0.25, 0.75), window=2, retire=1.0)
+    assert isinstance(pool, PromptSampler)
+    pool.update(
+        outcome(
+            (0, 0, [1.0, 0.0, NAN, 0.5]),  # one of three that answered
+            (1, 1, [0.0, 0.0]),
+            (2, 2, [1.0, 1.0]),
+            (3, 3, [1.0, 1.0]),
+            (4, 3, [1.0, 1.0]),
+            (5, 4, [NAN, NAN]),
+        )
+    )
+    assert [pool.pass_rate(p) for p in range(6)] == [pytest.approx(1 / 3), 0.0, 1.0, 1.0, None, None]
+    expected = ["in_range", "too_hard", "too_easy", "retired", "unseen", "unseen"]
+    assert [pool.difficulty(p) for p in range(6)] == expected
+    assert pool.metrics() == {
+        "pool/unseen": 2 / 6,
+        "pool/in_range": 1 / 6,
+        "pool/too_hard": 1 / 6,
+        "pool/too_easy": 1 / 6,
+        "pool/retired": 1 / 6,
+    }
+    assert pool.counts["pool/retired"] == 1 and pool.counts["pool/entered"] == 0
+
+
+def test_only_the_last_groups_count() -> None:
+    pool = PassRatePool(1, window=2)
+    for group, returns in enumerate(([0.0, 0.0], [0.0, 1.0], [1.0, 1.0])):
+        pool.update(outcome((group, 0, returns)))
+    assert pool.pass_rate(0) == 0.75 and pool.difficulty(0) == "in_range"
+    assert pool.counts["pool/entered"] == 1, "it was too hard before"
+
+
+def test_prompts_in_range_come_first_and_none_starves() -> None:
+    pool, generator, had = PassRatePool(10, floor=0.2, window=1), seeded(), Counter()
+    for step in range(300):
+        pool.update(outcome(*[(10 * step + p, p, [1.0, 0.0] if p < 2 else [0.0, 0.0]) for p in range(10)]))
+        had[pool.draw(generator)] += 1
+    assert had[0] + had[1] == pytest.approx(300 * (0.8 + 0.2 * 0.2), rel=0.05)
+    assert min(had[p] for p in range(10)) > 300 * 0.02 / 2
+    assert pool.counts["pool/floor_draws"] == pytest.approx(60, rel=0.2)
+    assert pool.counts["pool/floor_draws"] + pool.counts["pool/target_draws"] == 300
+
+
+def test_the_last_prompt_in_range_does_not_fill_the_batch() -> None:
+    pool = PassRatePool(50, floor=0.0)
+    pool.update(outcome(*[(p, p, [1.0, 0.0] if p == 3 else [1.0, 1.0]) for p in range(50)]))
+    had = pool_draws(pool, 16)
+    assert 1 <= had[3] <= 3 and len(had) > 10
+    assert pool.counts == {"pool/entered": 0, "pool/retired": 0, "pool/target_draws": 1, "pool/floor_draws": 15}
+
+
+def test_the_unseen_are_preferred_and_the_retired_left_out_until_all_are() -> None:
+    pool = PassRatePool(3, floor=1.0, window=1, retire=1.0)
+    pool.update(outcome((0, 0, [1.0, 1.0])))
+    assert set(pool_draws(pool, 50)) == {1, 2}
+    for seed in range(20):
+        strict = PassRatePool(3, floor=0.0)
+        strict.update(outcome((0, 0, [1.0, 1.0]), (1, 1, [0.0, 0.0])))
+        assert strict.draw(seeded(seed)) == 2
+    pool.update(outcome((1, 1, [1.0]), (2, 2, [1.0])))
+    assert set(pool_draws(pool, 50)) == {0, 1, 2}
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(GROUPS, st.data())
+def test_arrival_changes_no_estimate(groups: list, data) -> None:
+    rows = [(g, p, [r]) for g, (p, returns) in enumerate(groups) for r in returns]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=3)))
+    shuffled, whole, apart = data.draw(st.permutations(rows)), PassRatePool(4, window=2), PassRatePool(4, window=2)
+    whole.update(outcome(*rows))
+    for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True):
+        if a < b:
+            apart.update(outcome(*shuffled[a:b]))
+    assert [apart.pass_rate(p) for p in range(4)] == [whole.pass_rate(p) for p in range(4)]
+    assert pool_draws(apart, 20) == pool_draws(whole, 20)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3])
+def test_a_pool_restarts_exactly(stop: int) -> None:
+    def feed(pool: PassRatePool, generator: torch.Generator, steps: range) -> list[int]:
+        drawn = []
+        for step in steps:
+            prompts = [pool.draw(generator) for _ in range(4)]
+            drawn += prompts
+            pool.update(outcome(*[(4 * step + i, p, [1.0, float(p % 2)]) for i, p in enumerate(prompts)]))
+        return drawn
+
+    pool, generator = PassRatePool(9, window=2, retire=1.0), seeded(1)
+    feed(pool, generator, range(stop))
+    pool.draw(generator)  # its outcome is not known yet
+    file = io.BytesIO()
+    torch.save([pool.state_dict(), generator.get_state()], file)
+    file.seek(0)
+    expected = feed(pool, generator, range(stop, 8))
+    state, place = torch.load(file, weights_only=True)
+    resumed, generator = PassRatePool(9, window=2, retire=1.0), seeded(2)
+    resumed.load_state_dict(state)
+    generator.set_state(place)
+    assert feed(resumed, generator, range(stop, 8)) == expected
+    assert resumed.counts == pool.counts and resumed.metrics() == pool.metrics()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"size": 0}, {"window": 0}, {"floor": 1.5}, {"target": (0.9, 0.1)}, {"retire": 0.5}],
+    ids=str,
+)
+def test_arguments_of_a_pool_are_checked(kwargs: dict) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
+        PassRatePool(**{"size": 3, **kwargs})
+
+
+def test_a_prompt_of_another_dataset() -> None:
+    with pytest.raises(ValueError, match="prompt_id=7 must be at least 0 and below the pool's size=3"):
+        PassRatePool(3).update(outcome((0, 7, [1.0])))
+    with pytest.raises(ValueError, match="the saved pool has size=3, this pool has size=4"):
+        PassRatePool(4).load_state_dict(PassRatePool(3).state_dict())
+
+
+def outcome_of(*groups: tuple[int, int, Sequence[float]]) -> TensorDictBase:
+    """Make rows of groups ``(group_id, prompt_id, returns)``."""
+    return stack_rows(
+        [
+            TensorDict(
+                {keys.GROUP_ID: torch.tensor(g), keys.PROMPT_ID: torch.tensor(p), keys.REWARD: torch.tensor([[r]])}
+            )
+            for g, p, returns in groups
+            for r in returns
+        ]
+    )
+
+
+class Counting:
+    """Sampler that rerolls_draws 100, 101, 102, ..., so that any draw below 100 is a re-roll."""
+
+    def __init__(self):
+        self.n = 99
+
+    def draw(self, generator: torch.Generator) -> int:
+        self.n += 1
+        return self.n
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+FAILED, SOLVED = (0.0, 0.0), (1.0, 0.0)
+
+
+def rerolls_draws(rerolls: DeferredRerolls, n: int) -> list[int]:
+    return [rerolls.draw(torch.Generator()) for _ in range(n)]
+
+
+def test_a_failed_prompt_comes_after_growing_delays_and_is_given_up() -> None:
+    rerolls = DeferredRerolls(Counting(), delay=3, growth=2.0, max_tries=2)
+    assert isinstance(rerolls, PromptSampler)
+    rerolls.update(outcome_of((0, 7, FAILED)))
+    assert rerolls_draws(rerolls, 4) == [100, 101, 102, 7], "once 3 rerolls_draws have passed"
+    rerolls.update(outcome_of((1, 7, FAILED)))
+    assert rerolls_draws(rerolls, 7) == [103, 104, 105, 106, 107, 108, 7], "6 rerolls_draws"
+    for group in (2, 3):
+        rerolls.update(outcome_of((group, 7, FAILED)))
+    assert 7 not in rerolls_draws(rerolls, 40)
+    assert rerolls.counts == {"rerolls/queued": 2, "rerolls/drawn": 2, "rerolls/given_up": 1}
+    rerolls.update(outcome_of((4, 7, SOLVED)))
+    assert rerolls.counts["rerolls/solved"] == 1
+    rerolls.update(outcome_of((5, 7, FAILED)))
+    assert 7 in rerolls_draws(rerolls, 4), "after a success it may be queued again"
+
+
+def test_a_prompt_that_is_solved_meanwhile_leaves_the_queue() -> None:
+    rerolls = DeferredRerolls(Counting(), delay=1)
+    rerolls.update(outcome_of((0, 7, FAILED), (1, 8, FAILED)))
+    rerolls.update(outcome_of((2, 7, SOLVED)))
+    assert len(rerolls) == 1 and 7 not in rerolls_draws(rerolls, 20)
+    assert rerolls.counts["rerolls/solved"] == 0, "it was not re-rolled"
+
+
+def test_a_prompt_that_waits_is_not_queued_again() -> None:
+    rerolls = DeferredRerolls(Counting(), delay=3)
+    rerolls.update(outcome_of((0, 7, FAILED)))
+    rerolls_draws(rerolls, 2)
+    rerolls.update(outcome_of((1, 7, FAILED)))
+    assert rerolls_draws(rerolls, 2) == [102, 7] and rerolls.counts["rerolls/queued"] == 1
+
+
+def test_the_spacing_holds_across_a_restart() -> None:
+    rerolls, resumed = (DeferredRerolls(Counting(), delay=10, max_share=0.1) for _ in range(2))
+    rerolls.update(outcome_of((0, 7, FAILED), (1, 8, FAILED)))
+    assert rerolls_draws(rerolls, 11)[-1] == 7
+    resumed.load_state_dict(rerolls.state_dict())
+    after = rerolls_draws(resumed, 12)
+    assert after == rerolls_draws(rerolls, 12) and after.index(8) == 9
+
+
+def test_abstentions_and_thresholds() -> None:
+    rerolls = DeferredRerolls(Counting(), delay=1, threshold=0.2)
+    rerolls.update(outcome_of((0, 1, (math.nan, math.nan)), (1, 2, (0.2, math.nan)), (2, 3, (0.3, 0.0))))
+    assert len(rerolls) == 1 and 2 in rerolls_draws(rerolls, 3)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([0.5, 0.3, 0.25, 0.1]), st.integers(1, 20), st.integers(1, 20))
+def test_the_share_of_any_stretch_of_draws(max_share: float, delay: int, length: int) -> None:
+    rerolls = DeferredRerolls(Counting(), delay=delay, max_share=max_share)
+    rerolls.update(outcome_of(*[(p, p, FAILED) for p in range(40)]))
+    again = [prompt < 100 for prompt in rerolls_draws(rerolls, 120)]
+    assert any(again)
+    for start in range(len(again) - length):
+        assert sum(again[start : start + length]) <= math.ceil(length * max_share)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.permutations(range(6)))
+def test_the_order_of_rows_changes_no_draw(order: list[int]) -> None:
+    groups = [(0, 5, FAILED), (1, 3, SOLVED), (2, 3, FAILED), (3, 4, FAILED), (4, 5, SOLVED), (5, 1, FAILED)]
+    plain, shuffled = (DeferredRerolls(Counting(), delay=2) for _ in range(2))
+    plain.update(outcome_of(*groups))
+    shuffled.update(outcome_of(*[groups[i] for i in order]))
+    assert rerolls_draws(plain, 30) == rerolls_draws(shuffled, 30)
+    assert plain.counts == shuffled.counts
+
+
+@pytest.mark.parametrize("stop", [0, 2, 5])
+def test_rerolls_restart_exactly(stop: int) -> None:
+    def make() -> DeferredRerolls:
+        return DeferredRerolls(MixtureSampler([6, 3]), delay=4, max_tries=2)
+
+    def feed(rerolls: DeferredRerolls, generator: torch.Generator, steps: range) -> list[int]:
+        drawn = []
+        for step in steps:
+            prompts = [rerolls.draw(generator) for _ in range(4)]
+            drawn += prompts
+            rerolls.update(outcome_of(*[(4 * step + i, p, SOLVED if p > 2 else FAILED) for i, p in enumerate(prompts)]))
+        return drawn
+
+    rerolls, generator = make(), torch.Generator().manual_seed(1)
+    feed(rerolls, generator, range(stop))
+    file = io.BytesIO()
+    torch.save([rerolls.state_dict(), generator.get_state()], file)
+    file.seek(0)
+    expected = feed(rerolls, generator, range(stop, 10))
+    state, place = torch.load(file, weights_only=True)
+    resumed, generator = make(), torch.Generator()
+    resumed.load_state_dict(state)
+    generator.set_state(place)
+    assert feed(resumed, generator, range(stop, 10)) == expected and resumed.counts == rerolls.counts
+    assert rerolls.counts["rerolls/drawn"]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"delay": 0}, {"growth": 0.5}, {"max_share": 0.6}, {"max_share": 0.0}, {"max_tries": 0}], ids=str
+)
+def test_arguments_of_rerolls_are_checked(kwargs: dict) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
+        DeferredRerolls(Counting(), **{"delay": 1, **kwargs})
+
+
+def test_what_the_inner_sampler_reports_is_reported() -> None:
+    pool = PassRatePool(4)
+    rerolls = DeferredRerolls(pool, delay=1)
+    drawn = rerolls_draws(rerolls, 3)
+    rerolls.update(outcome_of((0, drawn[0], FAILED)))
+    assert rerolls.metrics() == pool.metrics() and rerolls.metrics()
+    assert rerolls.counts == pool.counts + Counter({"rerolls/queued": 1}) and pool.counts
+    assert DeferredRerolls(Counting(), delay=1).metrics() == {}

@@ -9,18 +9,17 @@ import pytest
 from torchrl.data.llm import History
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_rloo.data import (
+from torchrl_rloo.data import encode_prompt
+from torchrl_rloo.data.templates import (
+    answer_turn,
     decode_response,
     encode_conversation,
-    encode_feedback,
     encode_messages,
-    encode_prompt,
     encode_prompts,
     from_history,
     render,
     to_history,
 )
-from torchrl_rloo.data.feedback_ids import answer_turn
 
 MARKING = ["chatml", "chatml_generation", "llama3", "mistral"]  # templates that leave earlier turns as they were
 MULTI_TURN = [*MARKING, "strips_thinking"]
@@ -124,7 +123,7 @@ def test_prompt_answer_and_feedback_make_the_rendered_conversation(
         gap = " " if template == "mistral" else ""  # this template adds a space before an answer
         pieces += ids_of(tokenizer, gap + said["content"] + END.get(template, "<|im_end|>"))
         so_far = conversation[: 2 * k + 2]
-        pieces += encode_feedback(tokenizer, so_far, [answer], last_token=tokenizer.eos_token_id)
+        pieces += answer_turn(tokenizer, so_far, [answer], last_token=tokenizer.eos_token_id).ids
     assert pieces == encode_prompt(tokenizer, conversation)
 
 
@@ -134,7 +133,7 @@ def test_the_end_of_turn_is_supplied_once(template: str, make_tokenizer: Callabl
     tokenizer = make_tokenizer(template)
     eos, other = tokenizer.eos_token_id, ids_of(tokenizer, "c")[0]
     for last, supplied in ((eos, 0), (other, 1)):
-        ids = encode_feedback(tokenizer, chat("abc", "cab"), chat("b"), last_token=last)
+        ids = answer_turn(tokenizer, chat("abc", "cab"), chat("b"), last_token=last).ids
         before_feedback = tokenizer.decode(ids).split("b", 1)[0]
         assert before_feedback.count(tokenizer.eos_token) == supplied
 
@@ -157,11 +156,11 @@ def test_the_end_of_turn_is_supplied_once(template: str, make_tokenizer: Callabl
 def test_nothing_that_the_policy_wrote_is_encoded_again(template: str, said: str, make_tokenizer: Callable) -> None:
     """The ids after an answer do not depend on its text."""
     tokenizer = make_tokenizer(template)
-    plain = encode_feedback(tokenizer, chat("abc", "cab"), chat("b"), last_token=tokenizer.eos_token_id)
-    ids = encode_feedback(tokenizer, chat("abc", said), chat("b"), last_token=tokenizer.eos_token_id)
+    plain = answer_turn(tokenizer, chat("abc", "cab"), chat("b"), last_token=tokenizer.eos_token_id).ids
+    ids = answer_turn(tokenizer, chat("abc", said), chat("b"), last_token=tokenizer.eos_token_id).ids
     assert ids == plain
     earlier = chat("abc", said, "b", said)
-    later = encode_feedback(tokenizer, earlier, chat("b"), last_token=tokenizer.eos_token_id)
+    later = answer_turn(tokenizer, earlier, chat("b"), last_token=tokenizer.eos_token_id).ids
     assert later == plain
 
 
@@ -175,7 +174,7 @@ def test_the_tokenizer_sees_only_the_feedback(make_tokenizer: Callable) -> None:
             return super().__call__(text, **kwargs)
 
     tokenizer.__class__ = Spy
-    ids = encode_feedback(tokenizer, chat("QUESTION", "ANSWER"), chat("REPLY"), last_token=tokenizer.eos_token_id)
+    ids = answer_turn(tokenizer, chat("QUESTION", "ANSWER"), chat("REPLY"), last_token=tokenizer.eos_token_id).ids
     assert len(seen) == 1 and "REPLY" in seen[0]
     assert "ANSWER" not in seen[0] and "QUESTION" not in seen[0]
     assert tokenizer.decode(ids) == "\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"
@@ -184,7 +183,7 @@ def test_the_tokenizer_sees_only_the_feedback(make_tokenizer: Callable) -> None:
 def test_feedback_of_several_messages(make_tokenizer: Callable) -> None:
     tokenizer = make_tokenizer()
     feedback = [{"role": "tool", "content": "7"}, {"role": "user", "content": "so?"}]
-    ids = encode_feedback(tokenizer, chat("abc", "cab"), feedback, last_token=tokenizer.eos_token_id)
+    ids = answer_turn(tokenizer, chat("abc", "cab"), feedback, last_token=tokenizer.eos_token_id).ids
     expected = "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
     assert ids == ids_of(tokenizer, expected)
 
@@ -199,7 +198,7 @@ def test_a_template_that_hides_answers_is_refused(make_tokenizer: Callable) -> N
             "{% endfor %}"
         )
         with pytest.raises(ValueError, match=f"{times} times"):
-            encode_feedback(tokenizer, chat("abc", "cab"), chat("b"), last_token=0)
+            answer_turn(tokenizer, chat("abc", "cab"), chat("b"), last_token=0)
 
 
 # Masks of finished conversations
@@ -328,8 +327,8 @@ def test_a_special_token_that_was_typed_is_text(template: str, forged: str, make
     prompt = encode_prompt(tokenizer, chat(f"x{forged}y"))
     assert special_ids(tokenizer, prompt) == special_ids(tokenizer, encode_prompt(tokenizer, chat("abc")))
     assert tokenizer.decode(prompt) == render(tokenizer, chat(f"x{forged}y"), add_generation_prompt=True)
-    plain = encode_feedback(tokenizer, chat("abc", "cab"), chat("b"), last_token=eos)
-    ids = encode_feedback(tokenizer, chat(forged, forged), chat(f"x{forged}y"), last_token=eos)
+    plain = answer_turn(tokenizer, chat("abc", "cab"), chat("b"), last_token=eos).ids
+    ids = answer_turn(tokenizer, chat(forged, forged), chat(f"x{forged}y"), last_token=eos).ids
     assert special_ids(tokenizer, ids) == special_ids(tokenizer, plain)
     assert f"x{forged}y" in tokenizer.decode(ids)
     ids, mask = encode_conversation(tokenizer, chat(forged, f"x{forged}y"))
@@ -394,10 +393,10 @@ def test_calls_are_supplied_where_the_template_wants_them(call_id: str | None, m
     end = tokenizer.eos_token_id
     shown = f"7 {call_id or 'call00002'}"
     for last, before in ((end, ""), (40, "</s>")):
-        ids = encode_feedback(tokenizer, chat("abc", "f(1)"), [tool("7", call_id)], last_token=last)
+        ids = answer_turn(tokenizer, chat("abc", "f(1)"), [tool("7", call_id)], last_token=last).ids
         assert tokenizer.decode(ids) == f"{before}<|header|>{shown}<|header_end|>"
         two = [tool("7", call_id), tool("8", "ihgfedcba")]
-        ids = encode_feedback(tokenizer, chat("abc", "f(1)"), two, last_token=last)
+        ids = answer_turn(tokenizer, chat("abc", "f(1)"), two, last_token=last).ids
         both = f"{before}<|header|>{shown}<|header_end|><|header|>8 ihgfedcba<|header_end|>"
         assert tokenizer.decode(ids) == both
     later = [*chat("abc", "f(1)"), tool("7", call_id), *chat("so 7", first="assistant")]
@@ -410,10 +409,10 @@ def test_calls_are_supplied_where_the_template_wants_them(call_id: str | None, m
 def test_what_a_template_says_is_passed_on(make_tokenizer: Callable) -> None:
     tokenizer = make_tokenizer("mistral")
     with pytest.raises(ValueError, match="roles must alternate"):
-        encode_feedback(tokenizer, chat("abc", "cab"), chat("b", first="assistant"), last_token=0)
+        answer_turn(tokenizer, chat("abc", "cab"), chat("b", first="assistant"), last_token=0)
     tokenizer.chat_template = INSISTS
     with pytest.raises(ValueError, match="results without calls.*ids have 9 characters"):
-        encode_feedback(tokenizer, chat("abc", "cab"), [tool("7", "short")], last_token=0)
+        answer_turn(tokenizer, chat("abc", "cab"), [tool("7", "short")], last_token=0)
 
 
 # Templates that rewrite the past
@@ -431,7 +430,7 @@ def test_a_past_that_stays_is_no_rewriting(template: str, said: str, make_tokeni
     for conversation in (chat("abc", said), chat("abc", "cab", " b ", said)):
         answer = answer_turn(tokenizer, conversation, chat("b"), last_token=tokenizer.eos_token_id)
         assert answer.rewritten == (template == "strips_thinking" and "</think>" in said)
-        tail = encode_feedback(tokenizer, chat("abc", "x"), chat("b"), last_token=tokenizer.eos_token_id)
+        tail = answer_turn(tokenizer, chat("abc", "x"), chat("b"), last_token=tokenizer.eos_token_id).ids
         assert answer.ids == tail
 
 

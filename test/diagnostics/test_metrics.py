@@ -11,7 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_rloo.data import keys, metadata_of, stack_rows
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.diagnostics import DEFINITIONS, completion_metrics, staleness_metrics
 
 CASES = json.loads((Path(__file__).parents[1] / "conformance" / "trl_cases.json").read_text())["cases"]

@@ -14,8 +14,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.feedback_ids import encode_feedback
-from torchrl_rloo.data.templates import encode_prompt
+from torchrl_rloo.data.templates import answer_turn, encode_prompt
 from torchrl_rloo.diagnostics import write_live_page, write_report
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.embedded import build_tokenizer
@@ -87,7 +86,7 @@ def hostile_row(tokenizer, text: str, number: int) -> TensorDict:
     mask = [False] * prompt + [True] * (len(ids) - prompt)
     completion = [{"role": "assistant", "content": text}, {"role": "tool", "content": text, "name": text}]
     completion.append({"role": text, "content": text, "tool_calls": [{"function": {"name": text, "arguments": text}}]})
-    feedback = encode_feedback(tokenizer, query[1:], [{"role": "tool", "content": "x"}], last_token=ids[-1])
+    feedback = answer_turn(tokenizer, query[1:], [{"role": "tool", "content": "x"}], last_token=ids[-1]).ids
     ids, mask = ids + feedback, mask + [False] * len(feedback)
     row = TensorDict({keys.TOKENS: torch.tensor(ids), keys.PROMPT_TOKENS: torch.tensor(ids[:prompt])})
     row.set(keys.ACTION_MASK, torch.tensor(mask)).set(keys.LOG_PROBS, -torch.rand(len(ids)))

@@ -10,10 +10,9 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.feedback_ids import encode_feedback
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
-from torchrl_rloo.data.templates import encode_prompt
+from torchrl_rloo.data.templates import answer_turn, encode_prompt
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.embedded import build_tokenizer
 
@@ -43,7 +42,7 @@ def conversation(tokenizer, asked: str, turns: list[tuple[str, str | None]], pla
         completion.append({"role": "assistant", "content": said})
         if answered is not None:
             feedback = [{"role": "tool", "content": answered, "name": "calculator"}]
-            new = encode_feedback(tokenizer, [*query, *completion], feedback, last_token=ids[-1])
+            new = answer_turn(tokenizer, [*query, *completion], feedback, last_token=ids[-1]).ids
             ids, mask, completion = ids + new, mask + [False] * len(new), completion + feedback
     flags = torch.tensor(mask)
     log_probs = -torch.linspace(0, 6, len(ids)) * flags

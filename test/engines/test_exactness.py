@@ -21,10 +21,10 @@ from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.engines import exactness
 from torchrl_rloo.engines.head import find_head
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.modules import TransformersWrapper, load_model, set_context_length
-from torchrl_rloo.rotary import check_engine_frequencies
+from torchrl_rloo.modules import TransformersWrapper, load_model
 from torchrl_rloo.training.shard import layers_of
 from torchrl_rloo.weight_update import Direct, WeightPublisher
+from torchrl_rloo.weight_update.rotary import check_engine_frequencies, set_context_length
 
 TOKENIZER = build_tokenizer()
 FLOAT32 = {"dtype": torch.float32}

@@ -12,8 +12,9 @@ from torchrl.envs import Transform
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
-from torchrl_rloo.data import encode_prompt, keys, load_prompts, to_history
+from torchrl_rloo.data import encode_prompt, keys, load_prompts
 from torchrl_rloo.data.rows import make_tensorclass, ragged, stack_rows
+from torchrl_rloo.data.templates import to_history
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat, step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper

@@ -13,7 +13,7 @@ from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, transforms
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
 from torchrl_rloo.envs.turn_transform import EnvTransform
 from torchrl_rloo.replay import MCAdvantage, ZeroSignalFilter
-from torchrl_rloo.replay.transform import BufferTransform
+from torchrl_rloo.replay.pending import BufferTransform
 
 
 @pytest.mark.parametrize(("package", "base"), [(transforms, EnvTransform), (replay, BufferTransform)])

@@ -17,7 +17,7 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform, add_reference_kl
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
+from torchrl_rloo.objectives.kl import AdaptiveKLCoefficient
 
 COEFF = 0.3
 

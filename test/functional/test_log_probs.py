@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import torchrl_rloo.functional.log_probs as log_probs_module
-import torchrl_rloo.functional.projection as projection_module
 from support.gpu import needs_gpu
 from torchrl_rloo.functional import SamplingDistribution, token_log_probs
 from torchrl_rloo.functional.log_probs import TokenLogProbs
@@ -275,7 +274,7 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("name", ["plain", "softcap, scale and bias", "temperature", "low rank"])
 def test_narrow_floats_are_multiplied_and_kept_in_float32(name, dtype, tiles, monkeypatch):
     """Values have the error of float32 sums, not of rounded logits. Gradients are rounded once, at the end."""
-    monkeypatch.setattr(projection_module, "CAST_ELEMENTS", 5 * H)
+    monkeypatch.setattr(log_probs_module, "CAST_ELEMENTS", 5 * H)
     case = Case(name)
     half = case.leaves(dtype)
     doubles = [None if t is None else t.detach().double().requires_grad_() for t in half]

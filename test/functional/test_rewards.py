@@ -1,13 +1,24 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_rloo.functional.rewards import combine_rewards
+from torchrl_rloo.functional.rewards import (
+    Moments,
+    calibrate_scores,
+    column_moments,
+    combine_rewards,
+    decay_moments,
+    merge_moments,
+    normalize_scores,
+    shape_truncated_scores,
+)
+from torchrl_rloo.functional.statistics import group_ranges, has_signal
 
 NAN = float("nan")
 
@@ -57,3 +68,112 @@ def test_clipping_does_not_revive_a_row_that_abstains():
 def test_shape_and_dtype(shape):
     result = combine_rewards(torch.zeros(shape), [1, 2])
     assert result.shape == shape[:1] and result.dtype == torch.float32
+
+
+SCORES = st.lists(st.one_of(st.just(NAN), st.floats(-100, 100, width=32)), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SCORES, st.data())
+def test_moments_are_those_of_all_scores_however_they_are_split(scores: list[float], data) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(scores)), max_size=4)))
+    order = data.draw(st.permutations(scores))
+    bounds = [0, *cuts, len(scores)]
+    moments = Moments.zeros(1)
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        moments = merge_moments(moments, column_moments(torch.tensor(order[a:b]).reshape(-1, 1)))
+    known = [s for s in scores if s == s]
+    assert moments.count.item() == len(known)
+    if known:
+        assert moments.mean.item() == pytest.approx(statistics.fmean(known), abs=1e-9)
+        assert moments.std.item() == pytest.approx(statistics.pstdev(known), abs=1e-9)
+
+
+def test_a_large_mean_does_not_drown_the_spread() -> None:
+    values = torch.tensor([1e9 + 1, 1e9 + 2, 1e9 + 3], dtype=torch.float64)
+    moments = merge_moments(column_moments(values[:1, None]), column_moments(values[1:, None]))
+    assert moments.std.item() == pytest.approx(math.sqrt(2 / 3), rel=1e-6)
+
+
+def test_forgetting_changes_weights_only() -> None:
+    old = column_moments(torch.tensor([[0.0], [2.0]]))
+    half = decay_moments(old, 0.5)
+    assert (half.mean, half.std, half.count) == (old.mean, old.std, 1.0)
+    merged = merge_moments(half, column_moments(torch.tensor([[4.0]])))
+    assert merged.mean.item() == pytest.approx((0.5 * 0 + 0.5 * 2 + 4) / 2)
+
+
+def test_each_function_is_divided_by_its_own_spread() -> None:
+    seen = torch.tensor([[0.0, 100.0, 5.0], [1.0, 300.0, 5.0]])
+    moments = column_moments(seen)
+    scores = torch.tensor([[1.0, 200.0, 5.0], [NAN, 100.0, 4.0]])
+    shaped = normalize_scores(scores, moments, center=False, min_count=2, epsilon=1e-9)
+    expected = torch.tensor([[2.0, 2.0, 5.0], [NAN, 1.0, 4.0]])
+    torch.testing.assert_close(shaped, expected, equal_nan=True)
+    centred = normalize_scores(scores, moments, center=True, min_count=2, epsilon=1e-9)
+    torch.testing.assert_close(centred, torch.tensor([[1.0, 0.0, 0.0], [NAN, -1.0, -1.0]]), equal_nan=True)
+    early = normalize_scores(scores, moments, center=True, min_count=3, epsilon=1e-9)
+    torch.testing.assert_close(early, scores, equal_nan=True)
+
+
+def test_rounding_is_no_scale() -> None:
+    moments = column_moments(torch.full((7, 1), 1000.1).double() + torch.arange(7)[:, None] * 1e-5)
+    assert normalize_scores(torch.tensor([[1000.1]]), moments, center=False, min_count=2, epsilon=1e-9).item() < 1001
+
+
+def test_calibration() -> None:
+    scores = torch.tensor([2.0, -4.0, NAN])
+    torch.testing.assert_close(calibrate_scores(scores, 2.0), torch.tensor([1.0, -2.0, NAN]), equal_nan=True)
+    shaped = calibrate_scores(scores, 2.0, bias=1.0, sigmoid=True)
+    expected = torch.tensor([1 / (1 + math.exp(-2.0)), 1 / (1 + math.exp(1.0)), NAN])
+    torch.testing.assert_close(shaped, expected, equal_nan=True)
+
+
+WEIGHTS = [1.0, 0.5, 2.0]
+ROWS = st.lists(
+    st.tuples(st.booleans(), st.lists(st.one_of(st.just(NAN), st.floats(-5, 5, width=32)), min_size=3, max_size=3)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ROWS, st.floats(-3, 0))
+def test_truncated_rows_have_the_return_they_should(rows: list, value: float) -> None:
+    truncated, scores = torch.tensor([t for t, _ in rows]), torch.tensor([s for _, s in rows])
+    before, abstains = combine_rewards(scores, WEIGHTS), scores.isnan().all(-1)
+    expected = {
+        "keep": before,
+        "replace": torch.where(abstains, NAN, value),
+        "penalty": before + value,
+        "abstain": torch.full_like(before, NAN),
+    }
+    for mode, target in expected.items():
+        shaped = shape_truncated_scores(scores, truncated, torch.tensor(WEIGHTS), mode, value)
+        total = combine_rewards(shaped, WEIGHTS)
+        wanted = torch.where(truncated, target, before)
+        torch.testing.assert_close(total, wanted, equal_nan=True, rtol=1e-4, atol=1e-4)
+        if mode != "abstain":
+            assert torch.equal(shaped.isnan(), scores.isnan()), "exactly the entries that abstained still abstain"
+    scaled = combine_rewards(shape_truncated_scores(scores, truncated, torch.tensor(WEIGHTS), "scale", 0.25), WEIGHTS)
+    torch.testing.assert_close(scaled, torch.where(truncated, before * 0.25, before), equal_nan=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.one_of(st.just(NAN), st.sampled_from([0.0, 0.5, 1.0]))), min_size=1),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_signal_against_a_loop(members: list, tolerance: float) -> None:
+    ids = sorted({g for g, _ in members})
+    groups = torch.tensor([ids.index(g) for g, _ in members])
+    returns = torch.tensor([r for _, r in members])
+    signal = has_signal(group_ranges(returns, groups), tolerance)
+    for k, group in enumerate(ids):
+        known = [r for g, r in members if g == group and r == r]
+        assert bool(signal[k]) == (len(known) > 1 and max(known) - min(known) > tolerance)
+
+
+def test_one_of_several_returns_that_differs_is_a_signal() -> None:
+    returns = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, NAN], [1.0, 3.0]])
+    assert has_signal(group_ranges(returns, torch.tensor([0, 0, 1, 1, 2, 2]))).tolist() == [True, False, False]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_rloo.functional import SamplingDistribution, kept_tokens, process_logits, sample_tokens, token_log_probs
-from torchrl_rloo.functional.sampling import Support
+from torchrl_rloo.functional import SamplingDistribution, token_log_probs
+from torchrl_rloo.functional.sampling import Support, kept_tokens, process_logits, sample_tokens
 
 LAST = 1 - 2**-24  # the largest uniform number below 1 in float32
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_rloo.modules.loading import add_adapter, count_trained, load_model, read_chat_template, save_model
+from torchrl_rloo.modules import save_model
+from torchrl_rloo.modules.loading import add_adapter, count_trained, load_model, read_chat_template
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
 

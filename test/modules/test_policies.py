@@ -14,8 +14,9 @@ from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, 
 from torchrl.objectives.llm import GRPOLoss
 from transformers import Qwen2ForCausalLM
 
-from torchrl_rloo.data import encode_prompt, keys, to_history
+from torchrl_rloo.data import encode_prompt, keys
 from torchrl_rloo.data.rows import ragged, stack_rows
+from torchrl_rloo.data.templates import to_history
 from torchrl_rloo.engines import find_head
 from torchrl_rloo.engines.generation import GenerationConfig
 from torchrl_rloo.modules import TransformersWrapper

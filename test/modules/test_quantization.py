@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.four_bit import check_shardable, compute_dtype, dequantize, four_bit_layers, use_exact_products
 from torchrl_rloo.modules import (
     AdapterReference,
     TransformersWrapper,
@@ -29,6 +28,13 @@ from torchrl_rloo.modules import (
     save_model,
 )
 from torchrl_rloo.weight_update import InProcessWeightUpdater
+from torchrl_rloo.weight_update.four_bit import (
+    check_shardable,
+    compute_dtype,
+    dequantize,
+    four_bit_layers,
+    use_exact_products,
+)
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -244,7 +250,7 @@ def test_wrong_settings_are_refused_before_loading(settings: dict, message: str)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_rloo.modules.quantization.find_spec", lambda name: None)
+    monkeypatch.setattr("torchrl_rloo.modules.loading.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=re.escape("pip install 'torchrl_rloo[qlora]'")):
         load_model("/no/such/model", quantization="nf4")
 

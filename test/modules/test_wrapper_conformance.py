@@ -14,15 +14,16 @@ from transformers import PreTrainedModel
 from support.checkpoints import save_checkpoint
 from support.engines import GROUP, VLLMEngines
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import encode_prompt, keys, tensor_rows, to_history
+from torchrl_rloo.data import encode_prompt, keys, tensor_rows
 from torchrl_rloo.data.rows import ragged, stack_rows
+from torchrl_rloo.data.templates import to_history
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.engines.vllm_inprocess import VLLMEngine
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
-from torchrl_rloo.functional import process_logits
+from torchrl_rloo.functional.sampling import process_logits
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
 

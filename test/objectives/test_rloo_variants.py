@@ -17,7 +17,8 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.functional import Clip
+from torchrl_rloo.functional import Clip, RatioSpec
+from torchrl_rloo.functional.ratios import sequence_log_ratio
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss, RLOOLossOutput, merge_outputs
 
@@ -680,6 +681,22 @@ def test_user_functions_replace_names(bigram, bigram_rows):
     assert_same_gradient(gradient_of(bigram, out.loss), gradient_of(bigram, expected), TOLERANCE)
     assert out.clip_fraction.isnan() and "clip_ratio/region_mean" not in merge_outputs([out])
     assert loss.needs_zero_advantage
+
+
+def test_a_user_ratio_says_its_level(bigram, bigram_rows):
+    """The loss reads the level instead of guessing it from shapes, also with one token per row."""
+
+    def whole(log_probs, old_log_probs, mask):
+        return torch.where(mask, log_probs - old_log_probs, 0.0).sum(-1, keepdim=True)
+
+    single = stack_rows([row for row in bigram_rows.unbind(0) if int(row[keys.ACTION_MASK].sum()) == 1])
+    for rows in (bigram_rows, single):
+        named = RLOOLoss(bigram, ratio="sequence")(rows)
+        for ratio in (RatioSpec(whole, per_token=False), sequence_log_ratio):
+            out = RLOOLoss(bigram, ratio=ratio)(rows)
+            assert out.loss.item() == named.loss.item() and out.clip_fraction.item() == named.clip_fraction.item()
+    with pytest.raises(ValueError, match="per_token=False"):
+        RLOOLoss(bigram, ratio=whole)(bigram_rows)
 
 
 # --- refusals ---

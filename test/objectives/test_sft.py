@@ -6,10 +6,11 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_rloo.data import keys, micro_batches, stack_rows
+from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.preferences import encode_demonstrations
+from torchrl_rloo.data.rows import micro_batches
 from torchrl_rloo.embedded import addition_demonstrations, build_model
-from torchrl_rloo.functional import ConstantLength
+from torchrl_rloo.functional.policy_loss import ConstantLength
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import SFTLoss, merge_outputs
 

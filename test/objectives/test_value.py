@@ -13,7 +13,7 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import micro_batches
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.modules.value import ValueHead
+from torchrl_rloo.modules.heads import ValueHead
 from torchrl_rloo.objectives import RLOOLoss, ValueLoss, merge_outputs
 from torchrl_rloo.replay.gae import TokenGAE
 

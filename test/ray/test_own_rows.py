@@ -14,8 +14,8 @@ from support import own_rows
 from support.fork_server import ForkServer
 from support.rank_scripts import run_ranks
 from support.rank_training import GROUPS, MEMBERS, TOKENIZER, build_model, build_rows
-from torchrl_rloo.data import OwnRows, keys, metadata_of, stack_rows
-from torchrl_rloo.data.share import MAX_LOAD, shares_of_groups
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.data.metadata import MAX_LOAD, OwnRows, metadata_of, shares_of_groups
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.runtime.ranks import Ranks

@@ -11,15 +11,15 @@ from support.recipes import load_recipe, run_recipe_here, settings
 from support.runs import read_jsonl
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.cli.values import CHOICES
-from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
-from torchrl_rloo.modules.quantization import QUANTIZATIONS
+from torchrl_rloo.modules.loading import QUANTIZATIONS
 from torchrl_rloo.objectives import PRESETS
 from torchrl_rloo.objectives.kl import PLACES
 from torchrl_rloo.rewards.executors import _MODES as MODES
 from torchrl_rloo.run.loggers import _BUILDERS as LOGGERS
 from torchrl_rloo.run.settings import RESUME
+from torchrl_rloo.runtime.lookup import parse_dtype
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.data import encode_preferences, encode_prompts, load_preferences, load_prompts
+from torchrl_rloo.data import encode_preferences, load_preferences, load_prompts
+from torchrl_rloo.data.templates import encode_prompts
 from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.envs.tools import PARSERS
 from torchrl_rloo.envs.tools.parsers import ToolCall

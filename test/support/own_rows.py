@@ -22,7 +22,7 @@ from torchrl_rloo.collectors.staleness import limit_staleness
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.data.outcomes import rows_with_signal
-from torchrl_rloo.data.trajectory_ids import trajectory_id
+from torchrl_rloo.data.segments import trajectory_id
 from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.diagnostics.parity import parity_metrics
 from torchrl_rloo.envs.transforms import add_reference_kl

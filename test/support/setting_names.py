@@ -12,7 +12,8 @@ from support.recipes import load_recipe
 from torchrl_rloo.cli.config import CacheConfig, PassRateConfig, RefillConfig, RerollsConfig
 from torchrl_rloo.cli.schema import free_sections, known_settings
 from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine, VLLMServer
-from torchrl_rloo.functional import NORMALIZATIONS, SURROGATES
+from torchrl_rloo.functional import SURROGATES
+from torchrl_rloo.functional.advantages import NORMALIZATIONS
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.ray import RayEngine
 from torchrl_rloo.replay import MCAdvantage

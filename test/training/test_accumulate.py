@@ -11,9 +11,9 @@ from support.checkpoints import save_checkpoint
 from torchrl_rloo.data import keys, load_preferences, stack_rows
 from torchrl_rloo.embedded import addition_preferences, build_model, build_tokenizer
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
+from torchrl_rloo.modules.heads import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import RLOOLoss, merge_outputs
-from torchrl_rloo.objectives.reward_model import RewardModelLoss
+from torchrl_rloo.objectives.preference import RewardModelLoss
 from torchrl_rloo.training import accumulate, catch_up, make_schedule, minibatches, optimizer_step
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.modules.checkpointing import recompute_in_eval
+from torchrl_rloo.modules.policies import recompute_in_eval
 from torchrl_rloo.training import make_optimizer, offload_activations, shard
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")

@@ -17,12 +17,12 @@ from support.fork_server import ForkServer
 from support.rank_scripts import become_rank, run_ranks
 from support.rank_training import TOKENIZER, build_model, build_rows
 from torchrl_rloo.engines.root import gathered
-from torchrl_rloo.four_bit import four_bit_layers
 from torchrl_rloo.modules import TransformersWrapper, add_adapter, load_model, save_merged, save_model
 from torchrl_rloo.objectives import RLOOLoss, make_method
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, minibatches, optimizer_step, shard_model
+from torchrl_rloo.weight_update.four_bit import four_bit_layers
 from torchrl_rloo.weight_update.shards import gather, reshard
 from torchrl_rloo.weight_update.source import WeightSource
 

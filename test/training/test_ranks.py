@@ -18,8 +18,8 @@ from support import rank_training
 from support.fork_server import ForkServer
 from support.rank_scripts import run_ranks
 from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.data.metadata import shares_of, split_by_tokens
 from torchrl_rloo.data.rows import PACKINGS
-from torchrl_rloo.data.share import shares_of, split_by_tokens
 from torchrl_rloo.objectives import PRESETS
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, shard_model

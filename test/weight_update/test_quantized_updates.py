@@ -14,9 +14,9 @@ from support.engines import GROUP
 from support.weights import push
 from torchrl_rloo.engines.base import Engine
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.four_bit import four_bit_layers
 from torchrl_rloo.modules import add_adapter, load_model, save_merged
 from torchrl_rloo.weight_update import WeightUpdater
+from torchrl_rloo.weight_update.four_bit import four_bit_layers
 from torchrl_rloo.weight_update.lora import LoRAPublisher
 from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.weight_publisher import WeightPublisher

@@ -22,8 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.feedback_ids import answer_turn
-from torchrl_rloo.data.templates import Messages, encode_prompt
+from torchrl_rloo.data.templates import Messages, answer_turn, encode_prompt
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.functional.sampling import Support
 

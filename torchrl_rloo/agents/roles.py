@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 from torchrl_rloo.agents.call_tree import rewarded_calls
 from torchrl_rloo.agents.session import AgentSession, Sample, derive_seed
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.roles import Role
 from torchrl_rloo.data.rows import copy_row, make_non_tensor
+from torchrl_rloo.data.segments import Role
 from torchrl_rloo.envs.chat import ChatEnv
 
 
@@ -22,7 +22,7 @@ class RoleSessions:
     """Sessions of the roles of one conversation, to be used like one :class:`AgentSession`.
 
     Limits hold for each role. The row has the samples of all roles that are trained, and ``ROLE_RECORD`` tells whose
-    they are; :func:`~torchrl_rloo.data.roles.split_roles` makes one row of each role of it.
+    they are; :func:`~torchrl_rloo.data.segments.split_roles` makes one row of each role of it.
 
     Args:
         env: see :class:`AgentSession`.

@@ -26,7 +26,7 @@ from torchrl_rloo.agents.roles import RoleSessions
 from torchrl_rloo.agents.server import EndpointServer
 from torchrl_rloo.agents.session import AgentSession, Sample
 from torchrl_rloo.data.prompts import PromptDataset
-from torchrl_rloo.data.roles import Role, make_roles
+from torchrl_rloo.data.segments import Role, make_roles
 from torchrl_rloo.envs.chat import dataset_columns
 from torchrl_rloo.envs.dataset import DatasetChatEnv
 from torchrl_rloo.envs.stepping import BrokenAgentError
@@ -59,7 +59,7 @@ class AgentTransform(TurnTransform):
     An agent that raises, or receives no reply, ends as ``"failed"``, unless a limit was reached. Its trajectory
     abstains.
 
-    With ``roles``, calls of each role make separate rows (:func:`~torchrl_rloo.data.roles.split_roles`), which the
+    With ``roles``, calls of each role make separate rows (:func:`~torchrl_rloo.data.segments.split_roles`), which the
     collector delivers in place of the conversation's. ``context.openai(role=...)`` is the client of a role; other
     clients name the role as model. The result may have ``"rewards"`` by role, and ``score`` may return such a dict.
     ``"reward"``, and reward functions of the environment, are for all roles. Limits hold for each role.

@@ -11,7 +11,6 @@ from torchrl_rloo.cli.schema import known_settings
 # Sections of the arguments that code names, by the longest matching start of its file. "" is the top level
 SECTIONS: dict[str, tuple[str, ...]] = {
     "collectors": ("collector", "plan"),
-    "data/dtypes": ("model",),
     "data/preferences": ("data",),
     "data/prompts": ("data",),
     "data/sources": ("data",),
@@ -30,12 +29,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "envs/tasks": ("data",),
     "envs/transforms/kl": ("kl",),
     "envs/transforms/reward": ("reward",),
-    "four_bit": ("model", "train"),
     "functional/log_probs": ("generate",),
     "functional/preference": ("loss",),
     "modules": ("train", "model", "generate"),
     "modules/loading": ("model", ""),
-    "modules/quantization": ("model",),
     "objectives": ("loss", "generate", "plan"),
     "objectives/presets": ("", "loss", "advantage"),
     "runtime/ranks": ("train",),

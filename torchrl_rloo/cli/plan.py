@@ -81,8 +81,8 @@ def model_config(cfg: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    from torchrl_rloo.data.hub import HUB_KWARGS
     from torchrl_rloo.envs.tasks import EMBEDDED
+    from torchrl_rloo.runtime.lookup import HUB_KWARGS
 
     # The built-in model has no directory before its first run
     name = cfg.model.name
@@ -211,7 +211,7 @@ def _engine_line(cfg: Any, model: Any, settings: Any) -> str | None:
     engine = cfg.inference.engine
     if engine is None or "url" in engine or settings.device_bytes is None:
         return None
-    from torchrl_rloo.data.dtypes import parse_dtype
+    from torchrl_rloo.runtime.lookup import parse_dtype
 
     # Split weights and cache over the engine's GPUs
     share, size = engine.get("gpu_memory_utilization", VLLM_SHARE), engine.get("tensor_parallel_size", 1)

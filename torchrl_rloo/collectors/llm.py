@@ -27,13 +27,13 @@ from torchrl_rloo.collectors.staleness import ON_STALE, OnStale, limit_staleness
 from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.roles import split_roles
 from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
+from torchrl_rloo.data.segments import split_roles
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.runtime.event_loop import EventLoop
 from torchrl_rloo.runtime.loop_call import LoopCall
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 from torchrl_rloo.weight_update import WeightUpdater
 
 _MINIMA = {"ahead": 0, "max_staleness": 0}  # 1 for all other numbers

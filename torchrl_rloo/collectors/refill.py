@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torchrl_rloo.collectors.llm import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import group_rows
-from torchrl_rloo.data.plain import from_plain, to_plain
+from torchrl_rloo.data.packed import from_plain, to_plain
 from torchrl_rloo.data.rows import concatenate, stack_rows, tensor_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.replay.filters import ZeroSignalFilter

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_rloo.collectors.source import GroupSource, StepRows
-from torchrl_rloo.data.own_rows import OwnRows
+from torchrl_rloo.data.metadata import OwnRows
 from torchrl_rloo.data.rows import stack_rows, tensor_row, unbind_rows
 from torchrl_rloo.engines.root import gathered
 from torchrl_rloo.runtime.ranks import Ranks

@@ -18,8 +18,8 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.envs.transforms.kl import add_reference_kl
-from torchrl_rloo.modules.recording import Scorer
-from torchrl_rloo.replay.row_files import RolloutFile, RolloutFiles, StoredGroup
+from torchrl_rloo.modules.reference import Scorer
+from torchrl_rloo.replay.rollouts import RolloutFile, RolloutFiles, StoredGroup
 from torchrl_rloo.weight_update import WeightUpdater
 
 _POLL_S = 0.2

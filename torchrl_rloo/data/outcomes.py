@@ -14,8 +14,8 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows
-from torchrl_rloo.functional.groups import group_ranges, has_signal
 from torchrl_rloo.functional.rewards import combine_rewards
+from torchrl_rloo.functional.statistics import group_ranges, has_signal
 
 Returns = Callable[[TensorDictBase], torch.Tensor]
 
@@ -29,35 +29,18 @@ def final_return(rows: TensorDictBase) -> torch.Tensor:
 
 
 def rows_with_signal(rows: TensorDictBase, returns: Returns = final_return) -> torch.Tensor:
-    """Return bool ``[B]``, True for the rows of groups whose returns differ, from which a group baseline learns.
-
-    Args:
-        rows: batch size ``[B]``, whole groups, or their metadata.
-        returns: function of the rows that returns what to compare.
-    """
+    """Return bool ``[B]``, True for the rows of groups whose returns differ, from which a group baseline learns."""
     groups = torch.stack(ragged(rows, keys.GROUP_ID)).reshape(-1).unique(return_inverse=True)[1]
     return has_signal(group_ranges(returns(rows), groups))[groups]
 
 
 @dataclass(frozen=True)
 class WeightedScores:
-    """Weighted sum of the reward functions' scores, ``[B]``: the return before any KL term.
+    """Weighted sum of the reward functions' scores, ``[B]``: the return before any KL term."""
 
-    Attributes:
-        weights: ``F`` weights, one per reward function; 0 leaves a function out.
-        clip_range: bounds of the sum; None disables clipping.
-        raw: if True, use the scores before shaping, if the rows have them.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> rows = stack_rows([TensorDict({("next", "rewards"): torch.tensor([1.0, 0.5])})])
-        >>> WeightedScores([1.0, 2.0])(rows)
-        tensor([2.])
-    """
-
-    weights: Sequence[float]
-    clip_range: tuple[float, float] | None = None
-    raw: bool = False
+    weights: Sequence[float]  # F weights, one per reward function; 0 leaves a function out
+    clip_range: tuple[float, float] | None = None  # bounds of the sum; None disables clipping
+    raw: bool = False  # if True, use the scores before shaping, if the rows have them
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
         """Return the sums, ``[B]``; NaN for a row on which all functions with a nonzero weight abstained."""
@@ -70,13 +53,9 @@ class WeightedScores:
 
 @dataclass(frozen=True)
 class SeparateScores:
-    """Separate scores of each reward function, ``[B, F]``, for ``rewards="normalize_then_sum"`` (GDPO).
+    """Separate scores of each reward function, ``[B, F]``, for ``rewards="normalize_then_sum"`` (GDPO)."""
 
-    Attributes:
-        raw: if True, use the scores before shaping, if the rows have them.
-    """
-
-    raw: bool = False
+    raw: bool = False  # if True, use the scores before shaping, if the rows have them
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
         """Return the scores, ``[B, F]``; NaN where a function abstained."""

@@ -152,13 +152,13 @@ def _read_user_labeled(
 
 def _read_by_columns(layouts: Mapping[str, Reader], row: Mapping) -> list[Example]:
     """Read a row of a type without a layout by its prompt column."""
-    found = [layout for column, layout in layouts.items() if row.get(column) is not None]
-    if len(found) != 1:
+    readers = [layout for column, layout in layouts.items() if row.get(column) is not None]
+    if len(readers) != 1:
         raise ValueError(
-            f"the row must have one of the columns {list(layouts)}, but has {len(found)}; name the layout, as in "
+            f"the row must have one of the columns {list(layouts)}, but has {len(readers)}; name the layout, as in "
             "'chatml.intel'"
         )
-    return found[0](row)
+    return readers[0](row)
 
 
 _PAIR_COLUMNS = {
@@ -219,8 +219,10 @@ def _is_given(row: Mapping, name: str) -> bool:
 
 def _require_column(row: Mapping, name: str) -> Any:
     if row.get(name) is None:
-        found = _preview(sorted(map(str, row)))
-        raise ValueError(f"the row must have a column {name!r}, got {found}; choose another type or rename the column")
+        columns = _preview(sorted(map(str, row)))
+        raise ValueError(
+            f"the row must have a column {name!r}, got {columns}; choose another type or rename the column"
+        )
     return row[name]
 
 

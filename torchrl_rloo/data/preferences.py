@@ -14,10 +14,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.cells import PlainRow
 from torchrl_rloo.data.preference_formats import LABELED_FORMATS, PAIRED_FORMATS, Example
 from torchrl_rloo.data.rows import ragged, stack_rows
-from torchrl_rloo.data.sources import describe_source, read_source
+from torchrl_rloo.data.sources import PlainRow, describe_source, read_source
 from torchrl_rloo.data.templates import Messages, encode, encode_conversation, encode_prompt
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
 
@@ -305,15 +304,6 @@ def mismatched_rows(rows: TensorDictBase) -> TensorDictBase:
 
     KTO's estimate of the KL divergence needs completions of other prompts. A prompt is the tokens before the first
     action token.
-
-    Args:
-        rows: batch of size ``[B]`` with token ids and action masks.
-
-    Returns:
-        Ragged rows, batch size ``[B]``, with token ids and action masks.
-
-    Raises:
-        ValueError: if there are fewer than 2 rows.
     """
     if len(rows) < 2:
         raise ValueError(f"the KL reference point requires at least 2 rows, got {len(rows)}; use larger batches")

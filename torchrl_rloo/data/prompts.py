@@ -14,9 +14,8 @@ from numbers import Integral
 from typing import Any
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.cells import check_query, plain_value
 from torchrl_rloo.data.notices import notify_once
-from torchrl_rloo.data.sources import Located, describe_source, read_source
+from torchrl_rloo.data.sources import Located, check_query, describe_source, plain_value, read_source
 from torchrl_rloo.data.templates import Messages, encode_prompts
 from torchrl_rloo.runtime.lookup import import_object
 
@@ -273,9 +272,9 @@ def _mapped(located: Located, row_map: Callable[[Mapping[str, Any]], Mapping[str
         try:
             yield where, row_map(row)
         except Exception as error:
-            found = f"it has columns {list(row)}" if isinstance(row, Mapping) else f"it is {row!r:.200}"
+            content = f"it has columns {list(row)}" if isinstance(row, Mapping) else f"it is {row!r:.200}"
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{where} does not have the expected format: {reason}; {found}") from error
+            raise ValueError(f"{where} does not have the expected format: {reason}; {content}") from error
 
 
 def _rows(

@@ -1,7 +1,7 @@
 """Ragged rows: padding, unpadding, micro-batches and action tokens.
 
 A batch of rows is a lazy stack of TensorDicts, one per trajectory, each with its own length. Only this module turns
-them into padded tensors.
+them into padded tensors. It also merges identical rows: a small model often samples the same completion many times.
 """
 
 from __future__ import annotations
@@ -86,16 +86,6 @@ def prefix_order(tokens: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 
     This is a depth-first walk of the rows' token trie: the trie has as many nodes as the rows have tokens that are not
     shared with the row before them. A row that begins another comes after it.
-
-    Args:
-        tokens: ids of ``B`` rows, ``[T_i]`` each, on any device.
-
-    Returns:
-        Indices of the rows in this order, and for each the number of leading tokens that the row before it also has.
-
-    Example:
-        >>> prefix_order([torch.tensor(t) for t in ([1, 2], [3], [1, 2, 4], [1, 5])])
-        ([1, 3, 2, 0], [0, 0, 1, 2])
     """
     rows = [t.cpu().numpy().astype(">i8") for t in tokens]  # big-endian bytes sort as the ids do
     order = sorted(range(len(rows)), key=[row.tobytes() for row in rows].__getitem__, reverse=True)
@@ -121,26 +111,6 @@ def micro_batches(
 
     A batch within the limits is yielded unchanged. So is an empty batch: its loss has zero gradients, so the
     optimizer still takes its step.
-
-    Args:
-        rows: batch of size ``[B]``.
-        size: largest number of rows in a piece. None disables the limit.
-        max_tokens: largest number of tokens in a piece's forward pass. None disables the limit. A row above it is a
-            piece by itself.
-        packing: layout of the forward pass, which decides how its tokens are counted. ``"none"``: number of rows times
-            the longest length. ``"packed"``: sum of the lengths. ``"shared_prefix"``: sum of the lengths, with leading
-            tokens that several rows of the piece share counted once.
-
-    Yields:
-        Batches of rows.
-
-    Raises:
-        ValueError: if a limit is below 1 or ``packing`` is unknown.
-
-    Example:
-        >>> rows = stack_rows([TensorDict({keys.TOKENS: torch.ones(n)}) for n in (1, 3, 2)])
-        >>> [len(piece) for piece in micro_batches(rows, max_tokens=4)]
-        [1, 2]
     """
     for name, limit in (("size", size), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
@@ -213,17 +183,11 @@ _CONVERSATION_KEYS = ("history", "text")
 
 
 class ActionTokens(NamedTuple):
-    """Token ids of ``B`` rows and masks of their action tokens.
+    """Token ids of ``B`` rows and masks of their action tokens."""
 
-    Attributes:
-        tokens: ``[B, T]`` int64 ids, padded on the right.
-        action_mask: ``[B, T]`` bool, True on action tokens, False on all other tokens and padding.
-        mask: ``[B, A]`` bool, True on the first ``A_i`` entries of a row with ``A_i`` action tokens.
-    """
-
-    tokens: torch.Tensor
-    action_mask: torch.Tensor
-    mask: torch.Tensor
+    tokens: torch.Tensor  # [B, T] int64 ids, padded on the right
+    action_mask: torch.Tensor  # [B, T] bool, True on action tokens, False on all other tokens and padding
+    mask: torch.Tensor  # [B, A] bool, True on the first A_i entries of a row with A_i action tokens
 
 
 def action_tokens(rows: TensorDictBase, padding_id: int = 0) -> ActionTokens:
@@ -282,14 +246,7 @@ def make_tensorclass_like(entry: TensorDictBase, **tensors: torch.Tensor):
 
 
 def copy_row(row: TensorDictBase) -> TensorDict:
-    """Copy one row, but not its tensors; ``row.copy()`` takes ten times as long.
-
-    Args:
-        row: one row, without batch dimensions.
-
-    Returns:
-        A row whose entries, also nested ones, can be set without an effect on the original.
-    """
+    """Copy one row, but not its tensors; ``row.copy()`` takes ten times as long."""
     entries = dict(row.items())
     for key, value in entries.items():
         if is_non_tensor(value) or isinstance(value, torch.Tensor):
@@ -309,17 +266,17 @@ def rows_to_reset(rows: TensorDictBase) -> list[bool]:
 
 def make_non_tensor(value: Any) -> NonTensorData:
     """Make a non-tensor entry of a row; ``NonTensorData(value)`` takes ten times as long."""
-    made = make_unchecked(NonTensorData, {}, _NON_TENSOR_TEMPLATE._non_tensordict | {"data": value})
-    made.__dict__["_is_initialized"] = True
-    return made
+    entry = make_unchecked(NonTensorData, {}, _NON_TENSOR_TEMPLATE._non_tensordict | {"data": value})
+    entry.__dict__["_is_initialized"] = True
+    return entry
 
 
 def make_unchecked(cls: type, tensors: dict[str, Any], values: dict[str, Any]):
     """Make a tensorclass without batch dimensions of its entries and its non-tensor fields, without checks."""
-    made = cls.__new__(cls)
-    made.__dict__["_tensordict"] = TensorDict._new_unsafe(tensors, batch_size=_NO_SHAPE)
-    made.__dict__["_non_tensordict"] = values
-    return made
+    instance = cls.__new__(cls)
+    instance.__dict__["_tensordict"] = TensorDict._new_unsafe(tensors, batch_size=_NO_SHAPE)
+    instance.__dict__["_non_tensordict"] = values
+    return instance
 
 
 def set_entries(row: TensorDictBase, entries: dict[str, Any]) -> TensorDictBase:
@@ -343,3 +300,67 @@ def non_tensor_value(row: TensorDictBase, key: str) -> Any:
 
 _NO_SHAPE = torch.Size([])
 _NON_TENSOR_TEMPLATE = NonTensorData("")  # the first instance completes the class
+
+
+# Entries that no loss reads. All others are compared, also those that a user adds.
+BOOKKEEPING: frozenset[NestedKey] = frozenset(
+    {keys.GROUP_ID, keys.GROUP_SIZE, keys.PROMPT_ID, keys.SEED, keys.MAX_NEW_TOKENS}
+    | {keys.POLICY_VERSION, keys.ACTION_VERSIONS}
+)
+
+
+def merge_identical(rows: TensorDictBase) -> TensorDictBase:
+    """Merge rows whose tensors are all equal and count them in ``MULTIPLICITY``.
+
+    The gradient stays the same if the loss multiplies a row's terms by its multiplicity. Where it divided by the number
+    of rows, it must divide by the sum of multiplicities.
+
+    Two rows are equal if they have the same entries with the same bits (NaN equals NaN). Group, prompt, seed, token
+    limit, policy versions and text are not compared. A merged row keeps those of its first row.
+
+    Args:
+        rows: ragged batch of size ``[B]`` with token ids; not changed. Existing multiplicities are summed.
+
+    Returns:
+        At most ``B`` rows in order of first appearance. They share the tensors of ``rows`` and have ``MULTIPLICITY``
+        (int64, ``[]``).
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([1, 2])})
+        >>> merge_identical(stack_rows([row, row]))["multiplicity"]
+        tensor([2])
+    """
+    if not len(rows):
+        return rows
+    multiplicity = rows.get(keys.MULTIPLICITY, None)
+    counts = [1] * len(rows) if multiplicity is None else multiplicity.reshape(-1).tolist()
+    # Compare token ids first: most rows differ there, so their other entries need not be read
+    same_tokens: dict[bytes, list[int]] = {}
+    for i, tokens in enumerate(ragged(rows, keys.TOKENS)):
+        same_tokens.setdefault(_bits(tokens), []).append(i)
+    items, total = rows.unbind(0), {}
+    for candidates in same_tokens.values():
+        firsts: dict[frozenset, int] = {}
+        for i in candidates:
+            first = i if len(candidates) == 1 else firsts.setdefault(_content(items[i]), i)
+            total[first] = total.get(first, 0) + counts[i]
+    merged = []
+    for i in sorted(total):
+        row = items[i].copy()
+        row.set(keys.MULTIPLICITY, torch.tensor(total[i]))
+        merged.append(row)
+    return stack_rows(merged)
+
+
+def _content(row: TensorDictBase) -> frozenset:
+    """Return the compared entries of a row in hashable form."""
+    return frozenset(
+        (key, value.dtype, value.shape, _bits(value))
+        for key, value in row.items(True, True)
+        if key not in BOOKKEEPING and key != keys.MULTIPLICITY and not is_non_tensor(value)
+    )
+
+
+def _bits(value: torch.Tensor) -> bytes:
+    return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -1,6 +1,7 @@
-"""Trajectories of several samples, which arise when the chat template rewrites the conversation.
+"""Trajectories of several samples or roles, and their ids.
 
-``ChatEnv(on_rewrite="split")`` continues from the conversation as the template renders it again. Later turns then have
+Several samples arise when the chat template rewrites the conversation. ``ChatEnv(on_rewrite="split")`` then continues
+from the conversation as the template renders it again. Later turns then have
 a different context from earlier ones. The trajectory stays one row with one reward in one group. ``TOKENS`` and all
 other token entries belong to the last sample, and ``PREVIOUS_SEGMENTS`` concatenates those of the earlier samples.
 Once the row has an advantage, :func:`split_segments` makes one row per sample for the loss::
@@ -20,13 +21,21 @@ A sequence-level ratio is that of one sample, not the product over all samples.
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
+import secrets
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, make_tensorclass_like, stack_rows
+from torchrl_rloo.data.rows import copy_row, make_non_tensor, make_tensorclass_like, stack_rows
+from torchrl_rloo.data.stop_reasons import end_row
 
 # Entries about samples, which a step copies from the row to its "next"
 SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
@@ -53,9 +62,6 @@ def stash_segment(row: TensorDictBase) -> None:
     ``PREVIOUS_SEGMENTS`` concatenates over the previous samples: ``tokens``, ``mask`` and ``log_probs`` (``[E]``),
     ``sizes`` (int64, tokens of each sample) and, if the row has them, ``versions``, ``support_sizes`` (``[A]``) and
     ``support_ids`` (``[K]``).
-
-    Args:
-        row: one row of the ``"next"`` entry of a step.
     """
     previous = row.get(keys.PREVIOUS_SEGMENTS, None)
     current = {name: row[key] for name, key in _TOKEN_ENTRIES.items()}
@@ -101,16 +107,7 @@ def split_segments(rows: TensorDictBase) -> TensorDictBase:
 
 
 def select_samples(row: TensorDictBase, indices: Sequence[int]) -> TensorDictBase:
-    """Return a copy of a finished row with only some of its samples.
-
-    Args:
-        row: a row; not changed.
-        indices: positions of the samples among all of the row, in order. The last one becomes the row's ``TOKENS``.
-            Without any, the row keeps the prompt of the first sample, without action tokens.
-
-    Raises:
-        ValueError: if the row has an entry with one value per token of the last sample.
-    """
+    """Return a copy of a finished row with only some of its samples."""
     _refuse_last_sample_keys(row)
     parts = [*_previous_parts(row), _last_part(row)]
     chosen = copy_row(row)
@@ -129,11 +126,7 @@ def select_samples(row: TensorDictBase, indices: Sequence[int]) -> TensorDictBas
 def sampled_versions(row: TensorDictBase) -> torch.Tensor | None:
     """Return the policy versions of all action tokens of a trajectory, over all its samples.
 
-    Args:
-        row: a row, or one row of the ``"next"`` entry of a step.
-
-    Returns:
-        ``[A]`` int64, or None if the versions are unknown.
+    Shapes: result ``[A]`` int64.
     """
     versions, previous = row.get(keys.ACTION_VERSIONS, None), row.get(keys.PREVIOUS_SEGMENTS, None)
     return versions if versions is None or previous is None else torch.cat([previous["versions"], versions])
@@ -142,26 +135,14 @@ def sampled_versions(row: TensorDictBase) -> torch.Tensor | None:
 def action_ids(row: TensorDictBase) -> torch.Tensor:
     """Return the action tokens of a trajectory, over all its samples.
 
-    Args:
-        row: one row of the ``"next"`` entry of a step.
-
-    Returns:
-        ``[A]`` int64.
+    Shapes: result ``[A]`` int64.
     """
     ids, previous = row[keys.PROMPT_TOKENS][row[keys.ACTION_MASK]], row.get(keys.PREVIOUS_SEGMENTS, None)
     return ids if previous is None else torch.cat([previous["tokens"][previous["mask"]], ids])
 
 
 def refuse_segments(row: TensorDictBase, caller: str) -> None:
-    """Raise if a row has several samples, for callers that read the tokens of whole trajectories.
-
-    Args:
-        row: a row, or one row of the ``"next"`` entry of a step.
-        caller: name of the caller in the message.
-
-    Raises:
-        ValueError: if the row has previous samples.
-    """
+    """Raise if a row has several samples, for callers that read the tokens of whole trajectories."""
     if keys.PREVIOUS_SEGMENTS in row.keys():
         raise ValueError(
             f"{caller} requires all tokens of a trajectory in one sample, but this row has "
@@ -239,3 +220,134 @@ def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBas
 def _with_version(row: TensorDictBase) -> TensorDictBase:
     versions = sampled_versions(row)
     return row if versions is None or not len(versions) else row.set(keys.POLICY_VERSION, versions.min())
+
+
+@dataclass(frozen=True)
+class Role:
+    """Role of a conversation, such as a player, a proposer or a judge.
+
+    Args:
+        name: letters, digits, ``-`` and ``_``.
+        compare: rows with which those of the role are compared. ``"group"``: one row for each conversation, compared
+            with the same role in the other conversations of the prompt. ``"conversation"``: one row for each sample,
+            compared with the other samples of the role in its conversation, such as attempts at one proposal.
+        frozen: whether the role is not trained, such as a judge; it then has no rows.
+
+    Raises:
+        ValueError: if an argument is none of these.
+
+    Example:
+        >>> Role("solver", compare="conversation").frozen
+        False
+    """
+
+    name: str
+    compare: Literal["group", "conversation"] = "group"
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[A-Za-z0-9_-]+", self.name):
+            raise ValueError(f"name={self.name!r} of a role must consist of letters, digits, '-' and '_'; rename it")
+        if self.compare not in ("group", "conversation"):
+            raise ValueError(f"compare={self.compare!r} must be 'group' or 'conversation'")
+
+
+def make_roles(roles: Sequence[str | Role]) -> tuple[Role, ...]:
+    """Return roles; a name stands for ``Role(name)``."""
+    if isinstance(roles, str):
+        raise TypeError(f"roles={roles!r} must be a list of roles; use [{roles!r}]")
+    declared = tuple(role if isinstance(role, Role) else Role(role) for role in roles)
+    names = [role.name for role in declared]
+    if len(set(names)) < len(names):
+        raise ValueError(f"roles={names} must have different names")
+    if declared and all(role.frozen for role in declared):
+        raise ValueError(f"roles={names} are all frozen, which leaves none to train; set frozen=False for one")
+    return declared
+
+
+def split_roles(rows: Sequence[TensorDictBase], roles: Sequence[Role]) -> list[TensorDictBase]:
+    """Split finished conversations into rows of their roles, with separate groups and rewards.
+
+    A row has the ordinary schema. ``"role"`` and ``"role_id"`` tell its role, and ``"conversation_group"`` has the
+    conversation's ``"group_id"`` ``g``. With ``R`` roles and ``G`` conversations in the group, the row's own
+    ``"group_id"`` is ``(g * R + role_id) * (G + 1)``. Roles compared within the ``m``-th conversation, from 1, add
+    ``m``. ``"group_size"`` is ``G``, or the number of samples in the conversation. The reward of a role is added to
+    that of the conversation. A role without a sample has a row without action tokens, which abstains.
+    """
+    groups: dict[int, list[TensorDictBase]] = {}
+    for row in rows:
+        groups.setdefault(int(row[keys.GROUP_ID]), []).append(row)
+    parts = []
+    for group_id, members in groups.items():
+        for i, role in enumerate(roles):
+            if role.frozen:
+                continue
+            first = (group_id * len(roles) + i) * (len(members) + 1)
+            for m, row in enumerate(members, 1):
+                role_rows = _rows_of_role(row, role)
+                within = role.compare == "conversation"
+                for role_row in role_rows:
+                    role_row.set(keys.ROLE, make_non_tensor(role.name))
+                    role_row.set(keys.ROLE_ID, torch.tensor(i))
+                    role_row.set(keys.CONVERSATION_GROUP, torch.tensor(group_id))
+                    role_row.set(keys.GROUP_ID, torch.tensor(first + m if within else first))
+                    role_row.set(keys.GROUP_SIZE, torch.tensor(len(role_rows) if within else len(members)))
+                parts += role_rows
+    return parts
+
+
+def _rows_of_role(row: TensorDictBase, role: Role) -> list[TensorDictBase]:
+    """Return the rows of a role in one conversation, at least one."""
+    record = row[keys.ROLE_RECORD] if keys.ROLE_RECORD in row.keys(True) else None
+    samples = record["samples"] if record else []
+    of_role = [i for i, sample in enumerate(samples) if sample["role"] == role.name]
+    if not of_role:
+        return [_with_outcome(select_samples(row, []), math.nan, [])]
+    reward = record["rewards"].get(role.name, 0.0)
+    parts = [of_role] if role.compare == "group" else [[i] for i in of_role]
+    return [_with_outcome(select_samples(row, part), reward, [samples[i] for i in part]) for part in parts]
+
+
+def _with_outcome(row: TensorDictBase, reward: float, samples: Sequence[dict[str, Any]]) -> TensorDictBase:
+    """Set reward, turns, completion and stop reason of a role's row, in place."""
+    after = row["next"]
+    after.pop(keys.ROLE_RECORD[1], None)
+    after.set("reward", after["reward"] + reward + sum(sample["reward"] for sample in samples))
+    row.set(keys.NUM_TURNS, torch.tensor(sum(sample["turns"] for sample in samples)))
+    row.set(keys.COMPLETION, make_non_tensor(samples[-1]["completion"] if samples else []))
+    if samples:
+        end_row(after, samples[-1]["reason"])
+        return row
+    for key in (keys.REWARDS, keys.RAW_REWARDS):
+        if (scores := row.get(key, None)) is not None:
+            row.set(key, torch.full_like(scores, math.nan))
+    return row
+
+
+_MAX_GROUPS = 4096  # groups whose members are counted; their conversations begin at about the same time
+
+
+def trajectory_id(group_id: int, member: int) -> int:
+    """Return the id of a group's member: a hash of both numbers, from 0 to ``2**63 - 1``."""
+    digest = hashlib.blake2b(repr((int(group_id), int(member))).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class TrajectoryIds:
+    """Ids of conversations in the order in which an environment opens them, so that the same run has the same ids.
+
+    The members of a group are numbered. A conversation without a group gets a random id.
+    """
+
+    def __init__(self):
+        self._members: OrderedDict[int, int] = OrderedDict()
+
+    def next(self, group_id: int | None) -> int:
+        """Return the id of the next conversation of a group, or of one without a group."""
+        if group_id is None:
+            return secrets.randbits(63)
+        member = self._members.get(group_id, 0)
+        self._members[group_id] = member + 1
+        if len(self._members) > _MAX_GROUPS:
+            self._members.popitem(last=False)
+        return trajectory_id(group_id, member)

@@ -1,4 +1,4 @@
-"""Sources of rows: the hub, a file, or memory.
+"""Sources of rows: the hub, a file, or memory; and their values as plain Python values that every later part can save.
 
 The readers of local files name the line of a fault, keep the text of a ``.csv`` ("007" stays "007") and write no
 cache, unlike ``datasets.load_dataset``. Text is UTF-8. Two values of one name in an object, or two columns of one name,
@@ -8,6 +8,8 @@ are refused. Rows stay in memory, without a limit: compressed pages of a ``.parq
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import io
 import json
 import os
@@ -22,21 +24,7 @@ Located = Iterator[tuple[str, Any]]  # (location for error messages, row)
 
 
 def read_source(source: Any, split: str | None, name: str | None) -> Located:
-    """Read the rows of a source with their locations for error messages.
-
-    Args:
-        source: see :func:`~torchrl_rloo.data.load_prompts`.
-        split: split of a hub dataset or of a mapping of splits.
-        name: configuration of a hub dataset.
-
-    Returns:
-        An iterator of ``(location, row)``.
-
-    Raises:
-        FileNotFoundError: if the file or dataset does not exist.
-        TypeError: if the source is neither a path nor iterable.
-        ValueError: if ``split`` or ``name`` does not fit the source, or if a file is malformed.
-    """
+    """Read the rows of a source with their locations for error messages."""
     described, rows, path = describe_source(source), source, None
     # Resolve a path or hub id
     if isinstance(source, (str, os.PathLike)):
@@ -119,10 +107,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         _require_distinct([name for name, _ in pairs])
-    return found
+    return values
 
 
 def _require_distinct(names: Sequence[str]) -> None:
@@ -222,3 +210,92 @@ def describe_source(source: Any) -> str:
         if isinstance(source, (str, os.PathLike))
         else f"source of type {type(source).__name__}"
     )
+
+
+MAX_DEPTH = 64  # nested lists and mappings in a column
+MAX_DIGITS = 4000  # of an integer: Python refuses to print or parse longer ones
+
+_SCALARS = (str, bytes, bool, int, float, type(None), decimal.Decimal, datetime.date, datetime.time, datetime.timedelta)
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_MAX_INTEGER = 10**MAX_DIGITS
+
+
+class PlainRow(Mapping):
+    """View of a source row that converts a column with :func:`plain_value` when it is read.
+
+    Columns that are never read may hold anything.
+    """
+
+    def __init__(self, row: Mapping[str, Any]):
+        self._row = row
+
+    def __getitem__(self, name: str) -> Any:
+        return plain_value(self._row[name], f"column {name!r}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+
+def plain_value(value: Any, where: str = "a value", depth: int = MAX_DEPTH) -> Any:
+    """Copy a value as plain Python values: arrays, tensors and tuples become lists."""
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        value = value.tolist()
+    if isinstance(value, (list, tuple, Mapping)):
+        if depth == 0:
+            raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels; flatten it or set columns")
+        if isinstance(value, Mapping):
+            return {_key(key, where): plain_value(entry, where, depth - 1) for key, entry in value.items()}
+        return [plain_value(entry, where, depth - 1) for entry in value]
+    if isinstance(value, str):
+        return _text(value, where)
+    if not isinstance(value, _SCALARS):
+        kind = type(value).__name__
+        raise ValueError(
+            f"{where} has a value of type {kind}, but requires plain values with text keys; convert it or set columns"
+        )
+    if isinstance(value, int) and not -_MAX_INTEGER < value < _MAX_INTEGER:
+        raise ValueError(f"{where} has an integer of more than {MAX_DIGITS} digits; store it as text or set columns")
+    return value
+
+
+def check_query(query: Any, where: str, column: str) -> str | list[dict[str, Any]]:
+    """Return a prompt, text or messages, without message fields that are None."""
+    if not isinstance(query, (str, list)) or not query:
+        raise ValueError(f"{where}: prompt column {column!r} must contain text or messages, got {query!r:.200}")
+    if isinstance(query, str):
+        contents = [query]
+    else:
+        for k, message in enumerate(query):
+            place = f"{where}: message {k} of prompt column {column!r}"
+            if not isinstance(message, dict) or not all(isinstance(message.get(f), str) for f in ("role", "content")):
+                raise ValueError(f"{place} must have text as 'role' and 'content', got {message!r:.200}")
+            if not _ROLE.fullmatch(message["role"]):  # a template writes the role outside of the content
+                raise ValueError(f"{place} has role {message['role']!r:.80}, which must be one word; correct it")
+        contents = [message["content"] for message in query if message["role"] != "system"]
+        if column == "messages" and query[-1]["role"] == "assistant":
+            remedy = "drop it or set prompt_column; use column_map={'messages': 'prompt'} to let the policy continue it"
+            raise ValueError(f"{where}: column 'messages' must not end with an assistant message; {remedy}")
+        # Drop None: Arrow adds it for optional fields that a message lacks, and templates take it for a value
+        query = [{field: value for field, value in message.items() if value is not None} for message in query]
+    if not any(content.strip() for content in contents):
+        raise ValueError(f"{where}: prompt column {column!r} must not be blank, got {query!r:.200}; remove the row")
+    return query
+
+
+def _key(key: Any, where: str) -> str:
+    if not isinstance(key, str):
+        raise ValueError(f"{where} has a key {key!r:.80}, but requires plain values with text keys; convert it")
+    return _text(key, where)
+
+
+def _text(value: str, where: str) -> str:
+    """Return text that UTF-8 can encode: no tokenizer takes lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        surrogate = f"{ascii(value[error.start])} at character {error.start}"
+        raise ValueError(f"{where} has invalid Unicode, a lone surrogate {surrogate}; repair or remove it") from None
+    return str(value)

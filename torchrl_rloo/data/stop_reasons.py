@@ -43,15 +43,7 @@ def abstains(reason: str) -> bool:
 
 
 def end_row(row: TensorDictBase, reason: str) -> TensorDictBase:
-    """Mark a row as terminated or truncated for a reason, in place.
-
-    Args:
-        row: one row of the ``"next"`` entry of a step.
-        reason: name in :data:`STOP_REASONS`. ``"running"`` clears the end.
-
-    Raises:
-        KeyError: if the reason is unknown.
-    """
+    """Mark a row as terminated or truncated for a reason, in place."""
     return set_entries(set_done(row, reason), {keys.STOP_REASON[1]: _IDS[reason]})
 
 

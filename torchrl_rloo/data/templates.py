@@ -1,24 +1,153 @@
 """Encoding of conversations with the tokenizer's chat template.
 
-Prompts are encoded here and feedback in :mod:`torchrl_rloo.data.feedback_ids`, but sampled text is never encoded again.
-Action tokens are known from sampling, so no mask is recovered by searching text. The one exception is a conversation
-that the policy did not sample (SFT, evaluation): :func:`encode_conversation` masks its assistant turns.
+Prompts and feedback are encoded, but sampled text never again: a mark at the end of a turn's text tells where the
+feedback starts. :func:`answer_turn` also detects whether a template then rewrites earlier text. Action tokens are known
+from sampling, so no mask is recovered by searching text. The one exception is a conversation that the policy did not
+sample (SFT, evaluation): :func:`encode_conversation` masks its assistant turns.
 
-Only the template may write control tokens, see :mod:`torchrl_rloo.data.special_tokens`.
+Only the chat template may open and close turns, tool results and the like with control tokens. Other texts may contain
+the text of such a token, which is then split by a mark after its first character. After rendering, the text is encoded
+in pieces between the marks, and no piece contains the token. Together the pieces decode to the original text. Text
+without such tokens is one piece and is encoded as usual.
+
+Control tokens are the tokenizer's special tokens and all its added tokens that are markup, such as ``<tool_call>``,
+``</think>`` or ``[IMG]``. Added tokens of letters, digits and white space only are vocabulary: they stay whole, as do
+single characters, which cannot be split. Who wrote a text decides which tokens are cut:
+
+- Messages of ``"user"``, ``"tool"`` and all roles but the three below, tool schemas and documents: all control tokens.
+- Messages of ``"system"``, ``"developer"`` and ``"assistant"``: special tokens and the form ``<|...|>`` only. The
+  dataset's author writes ``<think>`` in few-shot answers and format instructions on purpose, as the model knows it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+from jinja2 import TemplateError
 from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
-from torchrl_rloo.data.special_tokens import MARK, cut_arguments, cut_messages, make_mark
+
+def make_mark() -> str:
+    """Return a random text of private-use characters, which no conversation contains and no template looks for."""
+    return "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(12))
+
+
+MARK = make_mark()
+_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
+_AUTHORED_ROLES = frozenset({"system", "developer", "assistant"})
+_AUTHORED_FIELDS = frozenset({"content", "reasoning_content"})
+_Trie = dict[str, "_Trie"]
+
+
+class _Specials(NamedTuple):
+    size: int  # number of the tokenizer's tokens, which grows with every added token
+    texts: tuple[str, ...]
+    special: re.Pattern[str]  # matches the first character of each special token in a text
+    control: re.Pattern[str]  # matches the first character of each control token in a text
+
+
+_SPECIALS: WeakKeyDictionary[Any, _Specials] = WeakKeyDictionary()
+
+
+def special_texts(tokenizer) -> tuple[str, ...]:
+    """Return the texts of the tokenizer's special tokens, sorted.
+
+    Added tokens of the form ``<|...|>`` are included even if the tokenizer does not mark them as special: some open a
+    turn. Single characters are excluded because they cannot be split. The result is cached until the tokenizer grows:
+    reading its tokens takes longer than rendering a conversation.
+    """
+    return _specials(tokenizer).texts
+
+
+def _specials(tokenizer) -> _Specials:
+    known, size = _SPECIALS.get(tokenizer), len(tokenizer)
+    if known is None or known.size != size:
+        added = list(tokenizer.added_tokens_decoder.values())
+        special = {token.content for token in added if token.special or _CONTROL.fullmatch(token.content)}
+        special.update(tokenizer.all_special_tokens)
+        markup = {token.content for token in added if not _is_vocabulary(token.content)}
+        texts = tuple(sorted(text for text in special if len(text) > 1))
+        patterns = _first_characters(special), _first_characters(special | markup)
+        known = _SPECIALS[tokenizer] = _Specials(size, texts, *patterns)
+    return known
+
+
+def _is_vocabulary(text: str) -> bool:
+    """Return whether a text has only letters, their marks, digits and white space (U+2581 in SentencePiece)."""
+    return all(c.isspace() or c == "\u2581" or unicodedata.category(c)[0] in "LMNZ" for c in text)
+
+
+def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of the first character of each of the texts; texts of one character are left out."""
+    trie: _Trie = {}
+    for text in sorted(text for text in texts if len(text) > 1):
+        node = trie
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    patterns = [f"{re.escape(first)}(?={_branches(node)})" for first, node in trie.items()]
+    return re.compile("|".join(patterns) or "(?!)")
+
+
+def _branches(node: _Trie) -> str:
+    """Return a pattern of the shortest texts below a node, with shared prefixes so that a search stays fast."""
+    prefix = ""
+    while "" not in node and len(node) == 1:  # a chain needs no nesting
+        ((character, node),) = node.items()
+        prefix += re.escape(character)
+    if "" in node:
+        return prefix
+    return f"{prefix}(?:{'|'.join(re.escape(character) + _branches(rest) for character, rest in node.items())})"
+
+
+def cut_messages(tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Cut the control tokens of messages, but only the special tokens of what a trusted role says (see the module)."""
+    known = _specials(tokenizer)
+
+    def cut_message(message: Mapping[str, Any]) -> dict[str, Any]:
+        authored = _AUTHORED_FIELDS if message.get("role") in _AUTHORED_ROLES else ()
+        patterns = {name: known.special if name in authored else known.control for name in message}
+        return {_cut(tokenizer, k, known.control): _cut(tokenizer, v, patterns[k]) for k, v in message.items()}
+
+    return [cut_message(message) for message in messages]
+
+
+def cut_specials(tokenizer, value: Any) -> Any:
+    """Insert :data:`MARK` after the first character of each control token in a text or in schemas."""
+    return _cut(tokenizer, value, _specials(tokenizer).control)
+
+
+def _cut(tokenizer, value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        # Where normalizing makes a token of other characters, no two characters may stay together
+        normalized = _normalize(tokenizer, value)
+        if normalized != value and len(pattern.findall(normalized)) > len(pattern.findall(value)):
+            return MARK.join(value)
+        return pattern.sub(lambda match: match[0] + MARK, value)
+    if isinstance(value, Mapping):
+        return {_cut(tokenizer, k, pattern): _cut(tokenizer, v, pattern) for k, v in value.items()}
+    return [_cut(tokenizer, v, pattern) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _normalize(tokenizer, text: str) -> str:
+    """Normalize text as the tokenizer does before it looks for added tokens."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    return text if normalizer is None else normalizer.normalize_str(text)
+
+
+def cut_arguments(tokenizer, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat template's arguments with control tokens cut in ``tools`` and ``documents``, and trust the rest."""
+    cut = {k: cut_specials(tokenizer, v) for k, v in template_kwargs.items() if k in ("tools", "documents")}
+    return {**template_kwargs, **cut}
+
 
 Messages = list[dict[str, Any]]
 
@@ -45,16 +174,7 @@ def _require_template(tokenizer) -> None:
 
 
 def render(tokenizer, messages: Messages, **template_kwargs) -> str:
-    """Render a conversation to text with the tokenizer's chat template.
-
-    Args:
-        tokenizer: Hugging Face tokenizer with a chat template.
-        messages: the conversation.
-        **template_kwargs: arguments of ``apply_chat_template`` (``add_generation_prompt``, ``tools``, ...).
-
-    Raises:
-        ValueError: if the tokenizer has no chat template.
-    """
+    """Render a conversation to text with the tokenizer's chat template."""
     _require_template(tokenizer)
     return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
 
@@ -96,16 +216,7 @@ def _render_cut(tokenizer, messages: Messages, template_kwargs: Mapping[str, Any
 
 
 def encode_messages(tokenizer, messages: Messages, **template_kwargs) -> list[int]:
-    """Return the ids of a rendered conversation, whose content never becomes a special token.
-
-    Args:
-        tokenizer: Hugging Face tokenizer with a chat template.
-        messages: the conversation.
-        **template_kwargs: arguments of the template.
-
-    Raises:
-        ValueError: if the tokenizer has no chat template.
-    """
+    """Return the ids of a rendered conversation, whose content never becomes a special token."""
     return encode_rendered(tokenizer, _render_cut(tokenizer, messages, template_kwargs))
 
 
@@ -138,7 +249,7 @@ def encode_prompts(tokenizer, queries: Sequence[Messages | str], **template_kwar
     text_ids = iter(_encode_batch(tokenizer, texts, add_special_tokens=True))
     encoded_pieces = _encode_batch(tokenizer, [piece.text for piece in flat], add_special_tokens=False)
     piece_ids = (ids[piece.lead :] for piece, ids in zip(flat, encoded_pieces, strict=True))
-    chat_ids = (list(chain.from_iterable(islice(piece_ids, len(each)))) for each in pieces)
+    chat_ids = (list(chain.from_iterable(islice(piece_ids, len(chat)))) for chat in pieces)
     encoded = [list(next(text_ids)) if isinstance(query, str) else next(chat_ids) for query in queries]
     for query, ids in zip(queries, encoded, strict=True):
         if not ids:
@@ -173,18 +284,6 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
 
     The mask comes from the template's ``{% generation %}`` blocks. Without such blocks it comes from the differences
     between the rendered prefixes of the conversation, and an assistant turn ends with its end-of-turn token.
-
-    Args:
-        tokenizer: Hugging Face tokenizer with a chat template.
-        messages: the conversation.
-        **template_kwargs: arguments of the template.
-
-    Returns:
-        ``(ids, mask)``, both of length ``T``. The mask is True on assistant tokens.
-
-    Raises:
-        ValueError: if the tokenizer has no chat template. Also if its ``{% generation %}`` blocks mark no assistant
-            token, or if it has no such blocks and rewrites earlier turns.
     """
     # Use the template's generation blocks if it has them
     _require_template(tokenizer)
@@ -293,3 +392,142 @@ def join_conversation(query: Messages, completion: Messages) -> Messages:
 def decode_response(tokenizer, tokens: Sequence[int]) -> str:
     """Decode a sampled turn for people, tools and rewards, without special tokens such as the end of turn."""
     return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+class Answer(NamedTuple):
+    """Tokens that follow an answered turn."""
+
+    ids: list[int]  # ids of the turn's end, the feedback, and the opening of the next turn
+    rewritten: bool  # True if the template now renders the earlier conversation differently from what the policy saw
+
+
+def answer_turn(
+    tokenizer,
+    conversation: Messages,
+    feedback: Messages,
+    *,
+    last_token: int,
+    end_ids: Collection[int] = (),
+    seen_arguments: Mapping[str, Any] | None = None,
+    **template_kwargs,
+) -> Answer:
+    """Encode the feedback on a sampled assistant turn, and detect whether the template rewrites earlier text.
+
+    Only the new feedback is encoded. The end of the turn's text is marked before rendering, so sampled text is never
+    encoded again, even if the template changes past turns. Renderings are compared without white space, which
+    templates trim.
+
+    If a template accepts tool results only after tool calls, calls are added to the conversation. Such a template does
+    not show the turn's text, which does not count as rewriting.
+    """
+    # Cut special tokens, also in the conversation: some templates show the system message with the last message
+    feedback, kwargs = cut_messages(tokenizer, feedback), cut_arguments(tokenizer, template_kwargs)
+    seen_arguments = kwargs if seen_arguments is None else cut_arguments(tokenizer, seen_arguments)
+    conversation = cut_messages(tokenizer, conversation)
+
+    # Render the feedback, if necessary with tool calls before the tools' results
+    try:
+        tail, rewritten = _tail(tokenizer, conversation, feedback, kwargs, seen_arguments)
+    except _REFUSALS as error:
+        if not any(m["role"] == "tool" for m in (*conversation, *feedback)):
+            raise ValueError(_cannot(error)) from error
+        whole, n = _with_calls([*conversation, *feedback]), len(conversation)
+        tail_of = _tail_of_calls if feedback[0]["role"] == "tool" else _tail
+        try:
+            tail, rewritten = tail_of(tokenizer, whole[:n], whole[n:], kwargs, seen_arguments)
+        except _REFUSALS as second:
+            raise ValueError(f"{_cannot(error)}; with added calls before the tools' results: {second}") from error
+
+    # Drop the end of turn if the policy sampled it, or another: only white space may come before it
+    ids = encode_rendered(tokenizer, tail)
+    first = _first_visible(tokenizer, ids)
+    if first is not None and last_token != ids[first] and last_token in end_ids:
+        last_token = _end_of_turn(tokenizer, conversation, kwargs)
+    if first is not None and last_token == ids[first]:
+        ids = ids[first + 1 :]
+    return Answer(ids, rewritten)
+
+
+def _first_visible(tokenizer, ids: Sequence[int]) -> int | None:
+    """Return the index of the first id that is not white space, or None."""
+    return next((k for k, i in enumerate(ids) if tokenizer.decode([i]).strip()), None)
+
+
+def _end_of_turn(tokenizer, conversation: Messages, kwargs: Mapping[str, Any]) -> int | None:
+    """Return the special token by which the template ends a last assistant turn, or None if it writes none."""
+    marked = {"role": "assistant", "content": BOUNDARY}
+    try:
+        text = render(tokenizer, [*conversation[:-1], marked], **kwargs | {"add_generation_prompt": False})
+    except _REFUSALS:
+        return None
+    ids = encode_rendered(tokenizer, text.rpartition(BOUNDARY)[2])
+    first = _first_visible(tokenizer, ids)
+    return ids[first] if first is not None and tokenizer.decode([ids[first]]) in special_texts(tokenizer) else None
+
+
+class _NotShownOnceError(Exception):
+    pass
+
+
+# A template raises one of the first two if a field is missing
+_REFUSALS = (TemplateError, TypeError, _NotShownOnceError)
+
+
+def _cannot(error: Exception) -> str:
+    return f"several turns require a chat template that shows feedback on an assistant message: {error}"
+
+
+def _tail(tokenizer, conversation: Messages, feedback: Messages, kwargs, seen_arguments) -> tuple[str, bool]:
+    """Return the rendered text after the last turn, and whether the text before differs from what the policy saw."""
+    *before, turn = conversation
+
+    def render_around(content: str) -> list[str]:
+        marked = {"role": "assistant", "content": content + BOUNDARY}
+        text = render(tokenizer, [*before, marked, *feedback], **kwargs | {"add_generation_prompt": True})
+        return text.split(BOUNDARY)
+
+    # Compare the text before the mark with the text that the policy saw
+    seen = render_opening(tokenizer, before, **seen_arguments) + turn["content"]
+    parts = render_around(turn["content"])
+    if len(parts) == 2 and parts[0] == seen:
+        return parts[1], False
+    rewritten = len(parts) != 2 or _without_whitespace(parts[0]) != _without_whitespace(seen)
+
+    # Render again without the turn's text, which the template may have changed or dropped
+    parts = render_around("")
+    if len(parts) != 2:
+        raise _NotShownOnceError(f"it shows an assistant message {len(parts) - 1} times when feedback follows it")
+    return parts[1], rewritten
+
+
+def _tail_of_calls(tokenizer, conversation: Messages, feedback: Messages, kwargs, seen_arguments) -> tuple[str, bool]:
+    """Return the same as :func:`_tail` if the last turn shows calls, not text: all after its end-of-turn token."""
+    closed = render(tokenizer, conversation, **kwargs)
+    after = render(tokenizer, [*conversation, *feedback], **kwargs | {"add_generation_prompt": True})
+    if not after.startswith(closed):
+        raise _NotShownOnceError("it changes the messages before the tools' results")
+    seen = render_opening(tokenizer, conversation[:-1], **seen_arguments)
+    turn = closed.rstrip()
+    ends = [len(text) for text in special_texts(tokenizer) if turn.endswith(text)]
+    start = len(turn) - max(ends) if ends else len(closed)
+    return after[start:], not _without_whitespace(closed).startswith(_without_whitespace(seen))
+
+
+def _with_calls(messages: Messages) -> Messages:
+    """Add a call for every tool's result to the assistant message before it, and an id to both."""
+    default = [{"tool_call_id": f"call{i:05d}", "name": "tool"} for i in range(len(messages))]
+    messages = [{**d, **m} if m["role"] == "tool" else m for d, m in zip(default, messages, strict=True)]
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            results = takewhile(lambda m: m["role"] == "tool", messages[i + 1 :])
+            calls = [_call(result["tool_call_id"], result["name"]) for result in results]
+            messages[i] = {**message, "tool_calls": calls} if calls else message
+    return messages
+
+
+def _call(call_id: str, name: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}
+
+
+def _without_whitespace(text: str) -> str:
+    return "".join(text.split())

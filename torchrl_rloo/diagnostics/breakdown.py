@@ -10,8 +10,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.metadata import TOKEN_STATISTICS, token_statistics
-from torchrl_rloo.functional.diversity import distinct_share, overlap
-from torchrl_rloo.functional.groups import group_ranges
+from torchrl_rloo.functional.statistics import distinct_share, group_ranges, overlap
 
 SOLVED = 1.0  # reward of a solved row, as in PassRatePool
 _ROUNDING = 1e-6

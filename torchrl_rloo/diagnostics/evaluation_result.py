@@ -41,7 +41,7 @@ class EvaluatedSample:
         columns: other columns of the dataset.
         surprisal: sum of minus the log-probs of its tokens, in nats; None for a greedy completion, or if unknown.
         kl_to_ref: sum of the log-probs of its tokens minus the reference's, in nats; None without a reference.
-        ngrams: hashes of its n-grams (:func:`~torchrl_rloo.functional.diversity.ngram_statistics`); None if unknown.
+        ngrams: hashes of its n-grams (:func:`~torchrl_rloo.functional.statistics.ngram_statistics`); None if unknown.
     """
 
     prompt_id: int

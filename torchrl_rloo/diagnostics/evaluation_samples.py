@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchrl_rloo.functional.diversity import distinct_share, overlap
+from torchrl_rloo.functional.statistics import distinct_share, overlap
 
 if TYPE_CHECKING:
     from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample

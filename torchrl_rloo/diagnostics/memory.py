@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.functional.log_probs import tile_limits
 from torchrl_rloo.modules.loading import add_adapter
-from torchrl_rloo.runtime.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean, parse_dtype
 from torchrl_rloo.training.optimizer_classes import CHUNK_BYTES
 from torchrl_rloo.training.optimizers import TORCH_OPTIMIZERS
 

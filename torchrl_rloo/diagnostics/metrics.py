@@ -25,7 +25,8 @@ from torchrl_rloo.diagnostics.breakdown import (
     row_statistics,
     share_of_equal_groups,
 )
-from torchrl_rloo.functional import combine_rewards, nanstd
+from torchrl_rloo.functional.rewards import combine_rewards
+from torchrl_rloo.functional.statistics import nanstd
 from torchrl_rloo.rewards.matching import extract_answer
 
 DEFINITIONS = {

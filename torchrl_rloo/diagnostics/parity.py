@@ -21,7 +21,7 @@ from torchrl_rloo.data.rows import (
 from torchrl_rloo.diagnostics.statistics.parity import RATIO_BOUNDS, LogProbGap, RowGaps, row_gaps, total_gap
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.modules.recording import record_log_probs
+from torchrl_rloo.modules.reference import record_log_probs
 from torchrl_rloo.runtime.ranks import Ranks
 
 Dtype = torch.dtype | str | None

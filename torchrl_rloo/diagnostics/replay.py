@@ -11,9 +11,9 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import concatenate, stack_rows, unbind_rows
 from torchrl_rloo.diagnostics.token_texts import TokenTexts
-from torchrl_rloo.modules.recording import Scorer, record_log_probs
+from torchrl_rloo.modules.reference import Scorer, record_log_probs
 from torchrl_rloo.replay.advantage import MCAdvantage
-from torchrl_rloo.replay.row_files import RolloutFiles
+from torchrl_rloo.replay.rollouts import RolloutFiles
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from torchrl_rloo.data.stop_reasons import abstains, stop_reason
 from torchrl_rloo.diagnostics.rescore_table import RewardComparison, compare_rewards
 from torchrl_rloo.envs.transforms.reward import make_reward_batch
 from torchrl_rloo.functional.rewards import combine_rewards
-from torchrl_rloo.replay.row_files import RolloutFiles
-from torchrl_rloo.replay.row_writer import RolloutWriter
+from torchrl_rloo.replay.rollouts import RolloutFiles, RolloutWriter
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.protocol import RewardBatch, TrainerState
 from torchrl_rloo.rewards.registry import RewardSpec

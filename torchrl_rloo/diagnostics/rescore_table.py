@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.functional import nanstd
 from torchrl_rloo.functional.advantages import ESTIMATORS
-from torchrl_rloo.functional.choices import resolve
-from torchrl_rloo.functional.groups import group_ranges, has_signal
+from torchrl_rloo.functional.statistics import group_ranges, has_signal, nanstd
+from torchrl_rloo.runtime.lookup import resolve
 
 MAX_LISTED = 10  # groups that change most
 

@@ -13,7 +13,7 @@ from torch import nn
 from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.head import NARROW, Head, evaluation_mode, probe_tolerance
 from torchrl_rloo.engines.root import call_root
-from torchrl_rloo.rotary import context_length
+from torchrl_rloo.weight_update.rotary import context_length
 
 # Results of the probes by model: reasons of a refusal, None, or whether prompts may be padded
 _ROWS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrl_rloo.engines.head import Head
-from torchrl_rloo.functional import SamplingDistribution, process_logits, sample_tokens
-from torchrl_rloo.functional.sampling import Support, draw_tokens
+from torchrl_rloo.functional import SamplingDistribution
+from torchrl_rloo.functional.sampling import Support, draw_tokens, process_logits, sample_tokens
 
 _MIN_KEPT = 0.75  # share of the lines above which dropping the others costs more than it saves
 

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from torchrl_rloo.engines.root import call_root, fsdp_dtypes
-from torchrl_rloo.four_bit import four_bit_layers
-from torchrl_rloo.functional import SamplingDistribution, process_logits
-from torchrl_rloo.functional.log_probs import TokenLogProbs, token_log_probs
-from torchrl_rloo.functional.projection import accumulation_dtype, project
-from torchrl_rloo.functional.sampling import Support
+from torchrl_rloo.functional import SamplingDistribution
+from torchrl_rloo.functional.log_probs import TokenLogProbs, accumulation_dtype, project, token_log_probs
+from torchrl_rloo.functional.sampling import Support, process_logits
+from torchrl_rloo.weight_update.four_bit import four_bit_layers
 
 NARROW = 2e-2  # share of the largest logit that rounding to 16 bits explains
 _LOGGER = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from torchrl_rloo.engines.base import (
 )
 from torchrl_rloo.engines.generation import generate, model_stop_ids
 from torchrl_rloo.engines.head import current_head, find_head
-from torchrl_rloo.rotary import context_length, fix_frequencies
 from torchrl_rloo.weight_update.protocol import OpenUpdate, StaleStepError, read_manifest, require_open, xxh3
+from torchrl_rloo.weight_update.rotary import context_length, fix_frequencies
 from torchrl_rloo.weight_update.transport import Receiver, open_receiver
 
 

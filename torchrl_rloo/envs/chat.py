@@ -19,7 +19,6 @@ from torchrl.envs import EnvBase
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.feedback_ids import answer_turn
 from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import (
@@ -32,10 +31,11 @@ from torchrl_rloo.data.rows import (
     stack_rows,
     to_lazy_stack,
 )
-from torchrl_rloo.data.segments import SAMPLE_KEYS, stash_segment
+from torchrl_rloo.data.segments import SAMPLE_KEYS, TrajectoryIds, stash_segment
 from torchrl_rloo.data.stop_reasons import end_row, set_done
 from torchrl_rloo.data.templates import (
     Messages,
+    answer_turn,
     decode_response,
     encode,
     encode_messages,
@@ -45,10 +45,9 @@ from torchrl_rloo.data.templates import (
     join_conversation,
     to_history,
 )
-from torchrl_rloo.data.trajectory_ids import TrajectoryIds
 from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
 from torchrl_rloo.envs.signature import SignedEnv
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
 CONVERSATION_KEYS = (*STEP_KEYS, keys.COMPLETION, *SAMPLE_KEYS)

@@ -22,7 +22,7 @@ from torchrl_rloo.envs.transforms.kl import KLRewardTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.rewards.protocol import check_columns
 from torchrl_rloo.rewards.registry import RewardSpec
-from torchrl_rloo.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
 
 class ForwardCompose(Compose):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from torchrl_rloo.runtime.lookup import did_you_mean
-from torchrl_rloo.torchrl_arguments import refuse_text_transform
+from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform
 
 
 class SignedEnv:

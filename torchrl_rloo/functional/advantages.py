@@ -80,12 +80,7 @@ def group_centered(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
     Dr. GRPO, section 3 of Liu et al. 2025 (arXiv 2503.20783). Equals ``(n - 1) / n`` times :func:`leave_one_out`.
 
-    Args:
-        rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, group index of each row.
-
-    Returns:
-        ``[N]`` in the dtype of ``rewards``. Rows that abstain and rows alone in their group get 0.
+    Shapes: ``rewards [N]``, ``groups [N]`` to ``[N]``.
     """
     return _center(rewards, groups)[0].to(rewards.dtype)
 
@@ -99,12 +94,7 @@ def group_normalized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tenso
 
     A standard deviation of at most :data:`NOISE` times the largest reward is rounding error: the whole group gets 0.
 
-    Args:
-        rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, group index of each row.
-
-    Returns:
-        ``[N]`` in the dtype of ``rewards``. Rows that abstain and rows alone in their group get 0.
+    Shapes: ``rewards [N]``, ``groups [N]`` to ``[N]``.
     """
     deviations, count = _center(rewards, groups)
     std = (_group_sum(deviations.square(), groups) / (count - 1).clamp(min=1)).sqrt()
@@ -124,13 +114,7 @@ def mean_normalized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
     penalty) that mean could flip the sign of every advantage or be close to 0. The mean absolute reward bounds
     ``|A_i|`` by ``n + 1``.
 
-    Args:
-        rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, group index of each row.
-
-    Returns:
-        ``[N]`` in the dtype of ``rewards``. Rows that abstain, rows alone in their group and groups with only zero
-        rewards get 0.
+    Shapes: ``rewards [N]``, ``groups [N]`` to ``[N]``.
     """
     deviations, count = _center(rewards, groups)
     size = _group_sum(rewards.double().abs().nan_to_num(0.0), groups) / count.clamp(min=1)
@@ -140,12 +124,7 @@ def mean_normalized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
 def no_baseline(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Return the rewards themselves (REINFORCE, Williams 1992).
 
-    Args:
-        rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, ignored.
-
-    Returns:
-        ``[N]`` in the dtype of ``rewards``. Rows that abstain get 0.
+    Shapes: ``rewards [N]``, ``groups [N]`` to ``[N]``.
     """
     return rewards.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
 
@@ -182,8 +161,8 @@ def normalize_then_sum(
             f"weights={list(weights)} must have one entry for each of {rewards.shape[-1]} reward functions"
         )
     total = rewards.new_zeros(len(rewards), dtype=torch.float64)
-    for weight, each in zip(weights, rewards.double().unbind(-1), strict=True):
-        total += float(weight) * estimator(each, groups)
+    for weight, scores in zip(weights, rewards.double().unbind(-1), strict=True):
+        total += float(weight) * estimator(scores, groups)
     return total.to(rewards.dtype)
 
 
@@ -283,12 +262,9 @@ class RewardStd:
     The equation is ``A_i / (std(r_1, ..., r_N) + 1e-4)``, with the unbiased standard deviation of the rows that did not
     abstain. With the estimator ``"dr_grpo"`` it equals ``GRPOConfig(scale_rewards="batch")`` of TRL 1.16, after
     Liu et al. 2025 (arXiv 2508.08221). Rewards that differ only by rounding error give advantages of 0.
-
-    Args:
-        groups: complete groups per batch, e.g. prompts per step.
     """
 
-    groups: int
+    groups: int  # complete groups per batch, e.g. prompts per step
 
     def __post_init__(self) -> None:
         _check_groups(self)

@@ -69,13 +69,7 @@ def kl_penalized_reward(rewards: torch.Tensor, kl: torch.Tensor, coeff: float) -
 
         R_i = r_i - coeff * sum_t m_it (log pi(a_it) - log pi_ref(a_it))
 
-    Args:
-        rewards: ``[B]``.
-        kl: ``[B, A]``, estimate at each action token (k1 in the paper), 0 elsewhere.
-        coeff: penalty per nat (``beta`` in the paper).
-
-    Returns:
-        ``[B]``. No gradient flows through the penalty.
+    Shapes: ``rewards [B]``, ``kl [B, A]`` to ``[B]``.
     """
     return rewards - coeff * kl.detach().sum(-1)
 
@@ -103,20 +97,6 @@ def kl_loss_terms(
     For k3 this is the unbiased estimate of DeepSeek-V3.2 (arXiv 2512.02556, equation 7). The gradient passes through
     the ratio for k1, k3 and functions. For k2 the ratio is a constant, because the gradient of k2 is already that of a
     score function.
-
-    Args:
-        log_probs: ``[B, A]`` under the current weights, in nats; carries the gradient.
-        ref_log_probs: ``[B, A]`` under the reference, in nats.
-        estimator: name in :data:`KL_ESTIMATORS`, or a function of the two log-probs.
-        log_ratio: ``[B, A]``, log-prob under the current weights minus log-prob of the sampler, with its gradient. None
-            disables the weighting.
-
-    Returns:
-        ``[B, A]``, 0 where both log-probs are 0.
-
-    Example:
-        >>> kl_loss_terms(torch.tensor([[-1.0, 0.0]]), torch.tensor([[-2.0, 0.0]]), "k2")
-        tensor([[0.5000, 0.0000]])
     """
     function = KL_ESTIMATORS[estimator] if isinstance(estimator, str) else estimator
     terms = function(log_probs, ref_log_probs)
@@ -131,14 +111,5 @@ def adapt_coefficient(coeff: float, kl: float, target: float, gain: float) -> fl
     Section 2.2 of Ziegler et al. 2019 (arXiv 1909.08593)::
 
         coeff' = coeff * (1 + gain * clip(kl / target - 1, -0.2, 0.2))
-
-    Args:
-        coeff: current coefficient.
-        kl: measured KL, in the unit of ``target``.
-        target: KL to hold, above 0.
-        gain: samples per step divided by the horizon of the controller, below 5; 0.1 in the paper.
-
-    Returns:
-        The new coefficient.
     """
     return coeff * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))

@@ -1,4 +1,4 @@
-"""Surrogates: losses of tokens or sequences, given importance ratios and advantages.
+"""Surrogates: losses of tokens or sequences, given ratios and advantages; and their aggregation to a scalar.
 
 A surrogate is called with ``(log_ratio [B, 1 or A], advantages [B, 1 or A], log_probs [B, A], old_log_probs [B, A])``.
 It returns losses ``[B, A]``, or ``[B, 1]`` if ratio and advantage are of whole sequences.
@@ -8,6 +8,11 @@ also accepted; it has no clip fraction.
 
 In the equations ``rho`` is the ratio and ``A`` the advantage. At ``rho = 1`` every surrogate has the gradient of
 REINFORCE, ``-A * grad log pi``.
+
+An aggregation is called with ``(values [B, A], mask [B, A], num_rows, num_tokens)``. The caller passes the two
+normalizers, so the gradient of a step does not depend on micro-batches, ranks, padding or packing. In its equations
+``l_it`` is the loss of token ``t`` in row ``i`` and ``m_it`` its mask. Row ``i`` has ``L_i`` tokens, and ``N`` is
+``num_rows``.
 """
 
 from __future__ import annotations
@@ -18,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrl_rloo.functional.choices import Choice, number_field
 from torchrl_rloo.functional.ratios import MAX_LOG_RATIO, exp_log_ratio
+from torchrl_rloo.runtime.lookup import Choice, number_field, resolve
 
 Surrogate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -119,14 +124,10 @@ class SAPO(_UnmaskedSurrogate):
     SAPO (arXiv 2511.20347)::
 
         -4 / tau * sigmoid(tau * (rho - 1)) * A,    tau = tau_positive if A > 0 else tau_negative
-
-    Args:
-        tau_positive: steepness for positive advantages.
-        tau_negative: steepness for the other advantages.
     """
 
-    tau_positive: float = number_field(1.0, above=True)
-    tau_negative: float = number_field(1.05, above=True)
+    tau_positive: float = number_field(1.0, above=True)  # steepness for positive advantages
+    tau_negative: float = number_field(1.05, above=True)  # steepness for the other advantages
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         tau = _select_by_sign(advantages, advantages > 0, self.tau_positive, self.tau_negative)
@@ -166,18 +167,12 @@ class VESPO(_UnmaskedSurrogate):
     VESPO (arXiv 2602.10693), meant for ratios of whole sequences; ``sg`` stops the gradient::
 
         -sg(rho^k * exp(lambda * (1 - rho))) * A * log pi(a_t)
-
-    Args:
-        k_positive: ``k`` for advantages of at least 0.
-        k_negative: ``k`` for negative advantages.
-        lambda_positive: ``lambda`` for advantages of at least 0.
-        lambda_negative: ``lambda`` for negative advantages.
     """
 
-    k_positive: float = number_field(2.0)
-    k_negative: float = number_field(3.0)
-    lambda_positive: float = number_field(3.0)
-    lambda_negative: float = number_field(2.0)
+    k_positive: float = number_field(2.0)  # k for advantages of at least 0
+    k_negative: float = number_field(3.0)  # k for negative advantages
+    lambda_positive: float = number_field(3.0)  # lambda for advantages of at least 0
+    lambda_negative: float = number_field(2.0)  # lambda for negative advantages
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         log_weight = log_ratio.detach().clamp(math.log(1e-8), MAX_LOG_RATIO)
@@ -199,3 +194,57 @@ SURROGATES: dict[str, type] = {
     "dppo": DPPO,
     "vespo": VESPO,
 }
+
+
+Aggregation = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
+
+
+def sequence_sum(values, mask, num_rows, num_tokens) -> torch.Tensor:
+    """Sum over tokens, average over rows: ``1/N sum_i sum_t m_it l_it`` (RLOO, arXiv 2402.14740)."""
+    return torch.where(mask, values, 0.0).sum() / num_rows
+
+
+def sequence_mean(values, mask, num_rows, num_tokens) -> torch.Tensor:
+    """Average over tokens, then over rows: ``1/N sum_i 1/L_i sum_t m_it l_it`` (GRPO, arXiv 2402.03300)."""
+    sums = torch.where(mask, values, 0.0).sum(-1)
+    return (sums / mask.sum(-1).clamp(min=1)).sum() / num_rows
+
+
+def token_mean(values, mask, num_rows, num_tokens) -> torch.Tensor:
+    """Average over all tokens: ``1/num_tokens sum_i sum_t m_it l_it`` (DAPO, arXiv 2503.14476)."""
+    return torch.where(mask, values, 0.0).sum() / num_tokens
+
+
+@dataclass(frozen=True)
+class ConstantLength(Choice):
+    """Division by a fixed length ``C``: ``1/(N C) sum_i sum_t m_it l_it`` (Dr. GRPO, arXiv 2503.20783)."""
+
+    length: float = number_field(above=True)  # C in tokens, e.g. max_new_tokens
+
+    def __call__(self, values, mask, num_rows, num_tokens) -> torch.Tensor:
+        return torch.where(mask, values, 0.0).sum() / (num_rows * self.length)
+
+
+AGGREGATIONS: dict[str, Aggregation | type] = {
+    "sequence_sum": sequence_sum,
+    "sequence_mean": sequence_mean,
+    "token_mean": token_mean,
+    "constant": ConstantLength,
+}
+
+
+def aggregate(
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str | Aggregation,
+    *,
+    num_rows: float | None = None,
+    num_tokens: float | None = None,
+) -> torch.Tensor:
+    """Reduce per-token losses to a scalar.
+
+    Shapes: ``values [B, A]``, ``mask [B, A]``.
+    """
+    num_rows = len(values) if num_rows is None else num_rows
+    num_tokens = int(mask.sum()) if num_tokens is None else num_tokens
+    return resolve("aggregation", mode, AGGREGATIONS)(values, mask, max(num_rows, 1e-12), max(num_tokens, 1e-12))

@@ -1,10 +1,14 @@
-"""Preference-learning objectives on pairs of completions or on single labeled completions.
+"""Preference-learning objectives on pairs of completions or on single labeled completions, also of reward models.
 
 All objectives take values of whole completions, in nats. Those with ``reference`` take the *log-ratio*
 ``h = log pi(y|x) - log pi_ref(y|x)`` of completion ``y`` after prompt ``x``. The others take the log-prob itself.
 ``mean`` averages the token log-probs of a completion instead of summing them. Paired objectives are called with
 ``chosen`` and ``rejected``, ``[P]`` each, and return one loss per pair. In the equations ``w`` marks the chosen
 completion and ``l`` the rejected one.
+
+Objectives of reward models take rewards, scores without a unit. In the Bradley-Terry model (Bradley and Terry 1952,
+"Rank analysis of incomplete block designs") their difference is the log-odds that the first completion is better:
+``P = sigmoid(r_w - r_l)``. ``chosen`` (``r_w``) and ``rejected`` (``r_l``) are ``[P]``, one entry per pair.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from torchrl_rloo.functional.choices import Choice, number_field
+from torchrl_rloo.runtime.lookup import Choice, number_field
 
 
 class PreferenceObjective(Choice):
@@ -93,12 +97,9 @@ class ORPO(PreferenceObjective):
         L = -logp_w - alpha * log sigmoid(log(odds_w / odds_l)),    odds = exp(logp) / (1 - exp(logp))
 
     The first term is that of supervised fine-tuning on the chosen completions.
-
-    Args:
-        alpha: weight of the odds ratio (``lambda`` in the paper).
     """
 
-    alpha: float = number_field(0.1)
+    alpha: float = number_field(0.1)  # weight of the odds ratio (lambda in the paper)
     reference: ClassVar[bool] = False
     mean: ClassVar[bool] = True
 
@@ -117,16 +118,11 @@ class SimPO(PreferenceObjective):
 
     The last term is that of supervised fine-tuning on the chosen completions and gives CPO-SimPO. The defaults are the
     paper's; those of TRL and Axolotl are ``beta=0.1, gamma=0.5, cpo_alpha=1.0``.
-
-    Args:
-        beta: scale of the rewards.
-        gamma: target margin of the rewards.
-        cpo_alpha: weight of the supervised term. 0 disables it.
     """
 
-    beta: float = number_field(2.0, above=True)
-    gamma: float = number_field(1.0)
-    cpo_alpha: float = number_field(0.0)
+    beta: float = number_field(2.0, above=True)  # scale of the rewards
+    gamma: float = number_field(1.0)  # target margin of the rewards
+    cpo_alpha: float = number_field(0.0)  # weight of the supervised term. 0 disables it
     reference: ClassVar[bool] = False
     mean: ClassVar[bool] = True
 
@@ -143,16 +139,11 @@ class KTO(PreferenceObjective):
 
         L = desirable_weight * (1 - sigmoid(beta * (h - z_0)))    if desirable
         L = undesirable_weight * (1 - sigmoid(beta * (z_0 - h)))  otherwise
-
-    Args:
-        beta: rate at which gains and losses saturate.
-        desirable_weight: weight of desirable completions.
-        undesirable_weight: weight of undesirable completions.
     """
 
-    beta: float = number_field(0.1, above=True)
-    desirable_weight: float = number_field(1.0)
-    undesirable_weight: float = number_field(1.0)
+    beta: float = number_field(0.1, above=True)  # rate at which gains and losses saturate
+    desirable_weight: float = number_field(1.0)  # weight of desirable completions
+    undesirable_weight: float = number_field(1.0)  # weight of undesirable completions
     paired: ClassVar[bool] = False
 
     def __call__(
@@ -160,13 +151,7 @@ class KTO(PreferenceObjective):
     ) -> torch.Tensor:
         """Return the loss of each completion.
 
-        Args:
-            log_ratios: ``[B]`` log-ratios of single completions.
-            desirable: ``[B]`` bool labels.
-            reference_point: scalar ``z_0``; see :func:`kto_reference_point`.
-
-        Returns:
-            ``[B]``.
+        Shapes: ``log_ratios [B]``, ``desirable [B]`` to ``[B]``.
         """
         gain = self.beta * (log_ratios - reference_point)
         good, bad = self.desirable_weight * (1 - gain.sigmoid()), self.undesirable_weight * (1 - (-gain).sigmoid())
@@ -181,11 +166,7 @@ def kto_reference_point(mismatched: torch.Tensor) -> torch.Tensor:
 
     Section 4 of Ethayarajh et al. 2024 (arXiv 2402.01306).
 
-    Args:
-        mismatched: ``[m]`` summed log-ratios of completions ``y_j`` after prompts ``x_i`` of other completions.
-
-    Returns:
-        A scalar in nats, without gradient.
+    Shapes: ``mismatched [m]``.
     """
     return mismatched.detach().mean().clamp(min=0)
 
@@ -194,3 +175,50 @@ def _log_odds(log_probs: torch.Tensor) -> torch.Tensor:
     """Return ``log(p / (1 - p))`` for ``p = exp(log_probs)``, with ``p`` kept below 1, where the odds are infinite."""
     log_probs = log_probs.clamp(max=-1e-6)
     return log_probs - torch.log(-torch.expm1(log_probs))
+
+
+def bradley_terry(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    margin: torch.Tensor | float = 0.0,
+    *,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return the negative log-likelihood of the labels, with margins.
+
+    Equation 2 of Llama 2 (arXiv 2307.09288), with ``eps`` the label smoothing::
+
+        L = -(1 - eps) * log sigmoid(r_w - r_l - margin) - eps * log sigmoid(r_l - r_w - margin)
+
+    Shapes: ``chosen [P]``, ``rejected [P]``, ``margin [P]`` to ``[P]``.
+    """
+    difference = chosen - rejected
+    return -(1 - label_smoothing) * logsigmoid(difference - margin) - label_smoothing * logsigmoid(-difference - margin)
+
+
+def centering(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Return the squared sum of a pair's rewards, ``(r_w + r_l)^2`` (Eisenstein et al. 2023, arXiv 2312.09244).
+
+    The likelihood does not change if a constant is added to all rewards of a prompt. This term fixes that constant.
+
+    Shapes: ``chosen [P]``, ``rejected [P]`` to ``[P]``.
+    """
+    return (chosen + rejected).square()
+
+
+def batch_sum_to_zero(part: torch.Tensor, mean: torch.Tensor | float) -> torch.Tensor:
+    """Return a part's share of batch-wise sum-to-zero regularization, the squared mean of all rewards of a batch.
+
+    Hong et al. 2025 (arXiv 2505.07271), against rewards of extreme size::
+
+        L = (1 / (2 P) * sum_i (r_w_i + r_l_i))^2
+
+    The mean is squared, not the sum, as in the authors' code. Their code also multiplies by the number of pairs ``P``,
+    so a coefficient ``c`` there is ``c * P`` here.
+
+    The squared mean is not a sum over micro-batches. With the mean ``mu`` of the whole batch known,
+    ``2 * mu * part - mu * part.detach()`` is: over all parts the values add up to ``mu^2``, the gradients to
+    ``2 * mu * grad mu``.
+    """
+    mean = torch.as_tensor(mean, dtype=part.dtype, device=part.device).detach()
+    return mean * (2 * part - part.detach())

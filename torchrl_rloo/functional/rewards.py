@@ -1,10 +1,13 @@
-"""Combination of the scores of several reward functions into one return."""
+"""Scores of reward functions before and as they become returns: sums, moments, calibration, truncated rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
+
+from torchrl_rloo.functional.advantages import NOISE
 
 
 def combine_rewards(
@@ -14,15 +17,119 @@ def combine_rewards(
 
     A function that abstained counts as 0 if another function answered. The sum over no functions is 0.
 
-    Args:
-        rewards: ``[B, F]``, NaN where a function abstained.
-        weights: ``F`` numbers.
-        clip_range: bounds of the sum. None disables the clip.
-
-    Returns:
-        ``[B]``, NaN for a row on which all functions abstained.
+    Shapes: ``rewards [B, F]`` to ``[B]``.
     """
     total = (rewards * rewards.new_tensor(list(weights))).nansum(-1)
     if clip_range is not None:
         total = total.clamp(*clip_range)
     return torch.where(rewards.isnan().all(-1), torch.nan, total) if rewards.shape[-1] else total
+
+
+TruncationMode = Literal["keep", "scale", "replace", "penalty", "abstain"]
+TRUNCATION_MODES: tuple[TruncationMode, ...] = ("keep", "scale", "replace", "penalty", "abstain")
+
+
+class Moments(NamedTuple):
+    """Count, mean and sum of squared deviations of ``F`` columns, float64 ``[F]`` each.
+
+    The count is a sum of weights, which are 1 until :func:`decay_moments` decays them.
+    """
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    squares: torch.Tensor
+
+    @staticmethod
+    def zeros(columns: int) -> Moments:
+        """Return the moments of no scores."""
+        return Moments(*torch.zeros(3, columns, dtype=torch.float64).unbind(0))
+
+    @property
+    def std(self) -> torch.Tensor:
+        """Biased standard deviation ``[F]`` (divided by the count); 0 for a column without scores."""
+        return (self.squares / self.count.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
+
+
+def column_moments(scores: torch.Tensor) -> Moments:
+    """Return the moments of each column of ``scores`` ``[N, F]`` over the entries that are not NaN."""
+    answered = ~scores.isnan()
+    values = torch.where(answered, scores, 0.0).double()
+    count = answered.sum(0).double()
+    mean = values.sum(0) / count.clamp(min=1)
+    return Moments(count, mean, torch.where(answered, values - mean, 0.0).square().sum(0))
+
+
+def merge_moments(first: Moments, second: Moments) -> Moments:
+    """Return the exact moments of the union of two disjoint sets of scores.
+
+    Equation 2.1 of Chan, Golub and LeVeque 1979, which does not cancel for a mean far from 0::
+
+        M = M_a + M_b + delta^2 * n_a * n_b / (n_a + n_b),    delta = mean_b - mean_a
+    """
+    count = first.count + second.count
+    delta, divisor = second.mean - first.mean, count.clamp(min=torch.finfo(torch.float64).tiny)
+    mean = first.mean + delta * second.count / divisor
+    return Moments(count, mean, first.squares + second.squares + delta.square() * first.count * second.count / divisor)
+
+
+def decay_moments(moments: Moments, decay: float) -> Moments:
+    """Multiply the weight of every score by ``decay``; mean and standard deviation do not change."""
+    return Moments(moments.count * decay, moments.mean, moments.squares * decay)
+
+
+def normalize_scores(
+    scores: torch.Tensor, moments: Moments, *, center: bool, min_count: float, epsilon: float
+) -> torch.Tensor:
+    """Divide the scores of each function by the standard deviation of that function's scores.
+
+    With ``mu`` and ``sigma`` from ``moments``::
+
+        r'_ik = (r_ik - c_k) / (sigma_k + epsilon),    c_k = mu_k if center else 0
+
+    A column with fewer than ``min_count`` scores is unchanged. A column whose scores differ only by rounding error is
+    not divided.
+
+    Shapes: ``scores [N, F]`` to ``[N, F]``.
+    """
+    std = moments.std
+    scale = torch.where(std > NOISE * moments.mean.abs(), std + epsilon, 1.0)
+    values = scores.double() - moments.mean if center else scores.double()
+    return torch.where(moments.count >= min_count, values / scale, scores.double()).to(scores.dtype)
+
+
+def calibrate_scores(scores: torch.Tensor, temperature: float, bias: float = 0.0, sigmoid: bool = False):
+    """Calibrate the logits of a reward model: ``r / T + b``, or ``sigmoid(r / T + b)``.
+
+    Temperature scaling, section 4.2 of Guo et al. 2017 (arXiv 1706.04599); Platt scaling with a bias.
+    """
+    logits = scores / temperature + bias
+    return logits.sigmoid() if sigmoid else logits
+
+
+def shape_truncated_scores(
+    scores: torch.Tensor, truncated: torch.Tensor, weights: torch.Tensor, mode: TruncationMode, value: float = 0.0
+) -> torch.Tensor:
+    """Change the scores of truncated rows, so that their return ``R_i = sum_k w_k r_ik`` becomes that of the mode.
+
+    - ``"keep"``: ``R_i``.
+    - ``"scale"``: ``value * R_i``.
+    - ``"replace"``: ``value``.
+    - ``"penalty"``: ``R_i + value``.
+    - ``"abstain"``: no return; all scores become NaN.
+
+    In ``"replace"`` and ``"penalty"`` each function that answered gets an equal share, so the scores still sum to the
+    return. A row on which all functions abstained still abstains. ``"scale"`` with a value in [0, 1] and ``"replace"``
+    with a negative value are the two forms of ProRL v2's stop-properly penalty.
+    """
+    if mode == "keep":
+        return scores
+    if mode == "abstain":
+        changed = torch.full_like(scores, torch.nan)
+    elif mode == "scale":
+        changed = scores * value
+    else:
+        answered = (~scores.isnan()).to(scores.dtype)
+        total = (answered * weights.to(scores)).sum(-1, keepdim=True)
+        share = value / torch.where(total > 0, total, 1.0)
+        changed = scores + share if mode == "penalty" else torch.where(scores.isnan(), scores, share.expand_as(scores))
+    return torch.where(truncated[:, None], changed, scores)

@@ -58,15 +58,10 @@ class SamplingDistribution:
 
 
 class Support(NamedTuple):
-    """Tokens that a truncation kept at each of ``N`` positions, as recorded by the sampler.
+    """Tokens that a truncation kept at each of ``N`` positions, as recorded by the sampler."""
 
-    Attributes:
-        ids: ``[K]`` int32 or int64, kept tokens of all positions in order.
-        sizes: ``[N]``, number of kept tokens per position. They sum to ``K``.
-    """
-
-    ids: torch.Tensor
-    sizes: torch.Tensor
+    ids: torch.Tensor  # [K] int32 or int64, kept tokens of all positions in order
+    sizes: torch.Tensor  # [N], number of kept tokens per position. They sum to K
 
     def offsets(self) -> list[int]:
         """Return the ``N + 1`` offsets in ``ids`` between which the tokens of each position stand."""
@@ -84,12 +79,7 @@ class Support(NamedTuple):
 def kept_tokens(logits: torch.Tensor, distribution: SamplingDistribution) -> torch.Tensor:
     """Return the mask of the tokens that top-k, top-p and min-p keep, applied in this order.
 
-    Args:
-        logits: ``[N, V]``, already divided by the temperature.
-        distribution: truncations.
-
-    Returns:
-        ``[N, V]`` bool, with at least one token per row.
+    Shapes: ``logits [N, V]`` to ``[N, V]`` bool.
     """
     keep = torch.ones_like(logits, dtype=torch.bool)
     if distribution.top_k is not None and distribution.top_k < logits.shape[-1]:
@@ -114,16 +104,7 @@ def process_logits(
 ) -> torch.Tensor:
     """Return the logits of the sampled distribution: penalty, temperature, then truncation.
 
-    Args:
-        logits: ``[N, V]`` float32 logits of the model.
-        distribution: processing steps, with a temperature above 0.
-        seen: ``[N, V]`` bool, tokens already in each row; required by a repetition penalty.
-        sampled: ``[N]`` ids that the truncation must keep. Scoring passes the ids that were sampled, so their log-prob
-            stays finite after a weight update.
-        support: ``[N, V]`` bool, recorded truncation that replaces the one of ``distribution``.
-
-    Returns:
-        ``[N, V]``, minus infinity on tokens that cannot be sampled.
+    Shapes: ``logits [N, V]``, ``seen [N, V]``, ``sampled [N]``, ``support [N, V]`` to ``[N, V]``.
     """
     if distribution.repetition_penalty != 1:
         penalty = distribution.repetition_penalty
@@ -147,19 +128,7 @@ def sample_tokens(
 
     The token of a row depends only on its logits and its uniform number, not on the batch that contains it.
 
-    Args:
-        logits: ``[N, V]`` float32.
-        distribution: sampling distribution. Temperature 0 takes the most likely token.
-        uniforms: ``[N]`` in ``[0, 1)``.
-        seen: ``[N, V]`` bool, tokens already in each row; required by a repetition penalty.
-
-    Returns:
-        ``(ids [N] int64, log_probs [N] float32)``. Log-probs are in nats under the sampled distribution; 0 if greedy.
-
-    Example:
-        >>> logits = torch.log(torch.tensor([[0.25, 0.75]]))
-        >>> sample_tokens(logits, SamplingDistribution(), torch.tensor([0.5]))
-        (tensor([1]), tensor([-0.2877]))
+    Shapes: ``logits [N, V]``, ``uniforms [N]``, ``seen [N, V]`` to ``(ids [N] int64, log_probs [N] float32)``.
     """
     if distribution.temperature == 0:
         greedy = SamplingDistribution(repetition_penalty=distribution.repetition_penalty)

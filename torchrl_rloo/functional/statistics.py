@@ -1,20 +1,15 @@
-"""Statistics that exclude masked or missing values."""
+"""Statistics that exclude masked or missing values: of tokens, of groups, and of the diversity of samples."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean of ``values`` under a mask or under weights; 0 if their sum is 0.
-
-    Args:
-        values: any shape.
-        mask: same shape; bool, or weights of at least 0.
-
-    Returns:
-        A scalar.
-    """
+    """Return the mean of ``values`` under a mask or under weights; 0 if their sum is 0."""
     total = mask.sum()
     return (torch.where(mask > 0, values, 0.0) * mask).sum() / torch.where(total > 0, total, 1)
 
@@ -22,14 +17,10 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def nanstd(values: torch.Tensor) -> torch.Tensor:
     """Return the unbiased standard deviation of the values that are not NaN; NaN for fewer than two.
 
-    Args:
-        values: ``[N]``.
-
-    Returns:
-        A scalar.
+    Shapes: ``values [N]``.
     """
-    given = values[~values.isnan()]
-    return given.std() if len(given) > 1 else given.new_tensor(torch.nan)
+    present = values[~values.isnan()]
+    return present.std() if len(present) > 1 else present.new_tensor(torch.nan)
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -51,16 +42,105 @@ def wilson_interval(share: torch.Tensor, counts: torch.Tensor, z: float = 1.96) 
     Wilson 1927, with ``p`` the proportion and ``n`` the count::
 
         (p + z^2 / 2n +- z * sqrt(p * (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-
-    Args:
-        share: ``[...]`` proportions ``p``.
-        counts: ``[...]`` counts ``n``.
-        z: quantile of the normal distribution; 1.96 for 95 %.
-
-    Returns:
-        Lower and upper bounds, ``[...]`` each; NaN where the count is 0.
     """
     center = share + z**2 / (2 * counts)
     half = z * (share * (1 - share) / counts + z**2 / (4 * counts**2)).sqrt()
     scale = 1 + z**2 / counts
     return ((center - half) / scale).clamp(min=0), ((center + half) / scale).clamp(max=1)
+
+
+class GroupRanges(NamedTuple):
+    """Range of the returns of ``n`` groups: ``[n]``, or ``[n, F]`` with ``F`` returns per row."""
+
+    low: torch.Tensor  # smallest return; infinity if all members abstained
+    high: torch.Tensor  # largest return; minus infinity if all members abstained
+    answered: torch.Tensor  # int64, number of members that did not abstain
+
+
+def group_ranges(returns: torch.Tensor, groups: torch.Tensor) -> GroupRanges:
+    """Return the smallest and largest return of each group, and how many of its members answered.
+
+    Shapes: ``returns [N]``, ``groups [N]``.
+    """
+    n = int(groups.max()) + 1 if len(groups) else 0
+    answered, shape = ~returns.isnan(), (n, *returns.shape[1:])
+    index = groups.reshape(-1, *[1] * (returns.ndim - 1)).expand_as(returns)
+    lows, highs = torch.where(answered, returns, torch.inf), torch.where(answered, returns, -torch.inf)
+    low = returns.new_full(shape, torch.inf).scatter_reduce(0, index, lows, "amin")
+    high = returns.new_full(shape, -torch.inf).scatter_reduce(0, index, highs, "amax")
+    return GroupRanges(low, high, answered.new_zeros(shape, dtype=torch.int64).index_add(0, groups, answered.long()))
+
+
+def has_signal(ranges: GroupRanges, tolerance: float = 0.0) -> torch.Tensor:
+    """Return bool ``[n]``: True for groups in which two members answered and differ by more than ``tolerance``.
+
+    With ``F`` returns per row, one differing return is enough.
+    """
+    differs = (ranges.answered > 1) & (ranges.high - ranges.low > tolerance)
+    return differs if differs.ndim == 1 else differs.any(-1)
+
+
+NGRAM = 4  # tokens of an n-gram
+SKETCH_SIZE = 32  # hashes that a sketch keeps
+# Odd constants of 62 bits; products wrap around at 64 bits
+_FACTORS = (0x1F83D9ABFB41BD6B, 0x2545F4914F6CDD1D, 0x3C6EF372FE94F82B, 0x1B873593CC9E2D51)
+_MIX = 0x2127599BF4325C37
+
+
+def ngram_hashes(ids: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each run of ``NGRAM`` tokens.
+
+    Shapes: ``ids [T]`` to ``[T - NGRAM + 1]`` int64.
+    """
+    count = max(1, len(ids) - NGRAM + 1)
+    hashes = torch.full((count,), len(ids) if len(ids) < NGRAM else NGRAM, dtype=torch.int64, device=ids.device)
+    for offset in range(min(NGRAM, len(ids))):
+        hashes += (ids[offset : offset + count] + 1) * _FACTORS[offset]
+    return _mixed(hashes)
+
+
+def sequence_hash(ids: torch.Tensor) -> torch.Tensor:
+    """Return one int64 that differs between different sequences, but for a collision in 2^64.
+
+    Shapes: ``ids [T]``.
+    """
+    places = torch.arange(1, len(ids) + 1, device=ids.device) * _FACTORS[0]
+    return _mixed(ids + places).sum() + len(ids)
+
+
+def ngram_statistics(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sketch of a sequence and the share of its n-grams that are repetitions.
+
+    The sketch has the ``SKETCH_SIZE`` smallest different hashes of n-grams, which are the same sample in every
+    sequence. Shorter than that, it is complete.
+
+    Shapes: ``ids [T]`` to ``[K]`` int64.
+    """
+    hashes = ngram_hashes(ids)
+    distinct = hashes.unique()
+    return distinct[:SKETCH_SIZE], torch.tensor(1 - len(distinct) / len(hashes))
+
+
+def distinct_share(values: Sequence[Hashable]) -> float:
+    """Return the share of the other values of a group that differ from each other: 0 if all are equal, 1 if none."""
+    return (len(set(values)) - 1) / (len(values) - 1)
+
+
+def overlap(sketches: Sequence[torch.Tensor]) -> float:
+    """Estimate the n-grams that sequences share: 0 if none occurs in two of them, 1 if all have the same.
+
+    It is ``(1 - distinct / total) * G / (G - 1)`` of ``G`` sequences, whose different n-grams are counted over all
+    sequences (``distinct``) and in each (``total``). Sketches estimate it from the n-grams below a common hash.
+    """
+    full = [s[-1] for s in sketches if len(s) == SKETCH_SIZE]
+    values = torch.cat(list(sketches))
+    if full:
+        values = values[values <= torch.stack(full).min()]
+    share = 1 - len(values.unique()) / len(values)
+    return share * len(sketches) / (len(sketches) - 1)
+
+
+def _mixed(hashes: torch.Tensor) -> torch.Tensor:
+    """Spread the bits of hashes, so that the smallest ones are a random sample."""
+    hashes = (hashes ^ (hashes >> 31)) * _MIX
+    return hashes ^ (hashes >> 29)

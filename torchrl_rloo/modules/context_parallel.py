@@ -20,9 +20,6 @@ _KEY = "_context_group"
 class ContextGroup:
     """Ranks that split the tokens of each pass.
 
-    Args:
-        group: process group of the ranks. None for a copy of a module, which is not split.
-
     Attributes:
         size: number of ranks.
         rank: number of this rank in the group.
@@ -57,12 +54,7 @@ class ContextGroup:
     def gather(self, own: torch.Tensor, owned: torch.Tensor) -> torch.Tensor:
         """Return the values of all ranks.
 
-        Args:
-            own: values ``[n, ...]`` of this rank.
-            owned: ``[N]`` bool, True for the values that this rank has; each is owned by one rank.
-
-        Returns:
-            Values ``[N, ...]`` on all ranks, with the gradient of ``own``.
+        Shapes: ``owned [N]``.
         """
         return _Gather.apply(own, owned, self.group)
 
@@ -101,15 +93,7 @@ class _Gather(torch.autograd.Function):
 
 
 def split_tokens(model: nn.Module, ranks: Ranks) -> None:
-    """Split the tokens of packed passes through a model over ranks.
-
-    Args:
-        model: causal language model.
-        ranks: ranks with ``context_parallel`` above 1.
-
-    Raises:
-        ValueError: if the model's rows are not packed, or its heads cannot be divided.
-    """
+    """Split the tokens of packed passes through a model over ranks."""
     size = ranks.context_parallel
     decoder = model.get_decoder() if hasattr(model, "get_output_embeddings") else None
     if decoder is None or decoder is model:
@@ -132,17 +116,14 @@ def split_tokens(model: nn.Module, ranks: Ranks) -> None:
 
 def context_group(decoder: nn.Module) -> ContextGroup | None:
     """Return the ranks that split the tokens of a decoder, or None."""
-    found = decoder.__dict__.get(_KEY)
-    return None if found is None or found.size == 1 else found
+    group = decoder.__dict__.get(_KEY)
+    return None if group is None or group.size == 1 else group
 
 
 def owned_inputs(positions: torch.Tensor, owned: torch.Tensor, support: Support | None) -> dict[str, Any]:
     """Return the positions and supports of the action tokens that this rank scores.
 
-    Args:
-        positions: ``[B, T]`` bool, True for ``N`` action tokens.
-        owned: ``[N]`` bool, True for those of this rank.
-        support: supports of all action tokens, or None.
+    Shapes: ``positions [B, T]``, ``owned [N]``.
     """
     if support is not None:
         of_token = owned.repeat_interleave(support.sizes.long())

@@ -1,4 +1,4 @@
-"""Loading and saving of a model with its tokenizer, and LoRA adapters."""
+"""Loading of a model with its tokenizer, LoRA adapters, and 4-bit base models (QLoRA, arXiv 2305.14314)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrl_rloo.data.dtypes import parse_dtype
-from torchrl_rloo.data.hub import HUB_KWARGS
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.four_bit import four_bit_layers, omit_quantization_states, use_exact_products
-from torchrl_rloo.modules.checkpointing import checkpointing_layers
-from torchrl_rloo.modules.quantization import check_quantization, check_quantized, quantization_config
-from torchrl_rloo.modules.sharded_files import is_collective, save_on_all
-from torchrl_rloo.rotary import set_context_length
-from torchrl_rloo.runtime.files import explained, make_folder
-from torchrl_rloo.runtime.lookup import check_path, did_you_mean
+from torchrl_rloo.modules.policies import checkpointing_layers
+from torchrl_rloo.runtime.lookup import HUB_KWARGS, check_path, did_you_mean, parse_dtype
+from torchrl_rloo.weight_update.four_bit import four_bit_layers, omit_quantization_states, use_exact_products
+from torchrl_rloo.weight_update.rotary import set_context_length
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_model(
@@ -181,19 +177,7 @@ def load_tokenizer(
 
 
 def read_chat_template(source: str | os.PathLike) -> str:
-    """Return a chat template from a file, a tokenizer or text.
-
-    Args:
-        source: ``.jinja`` file, directory of a tokenizer, or the template itself.
-
-    Raises:
-        FileNotFoundError: if it is none of these.
-        ValueError: if the directory's tokenizer has no template.
-
-    Example:
-        >>> read_chat_template("{{ messages[0]['content'] }}")
-        "{{ messages[0]['content'] }}"
-    """
+    """Return a chat template from a file, a tokenizer or text."""
     # Recognize the text of a template by its tags
     if "{{" in str(source) or "{%" in str(source):
         return str(source)
@@ -222,47 +206,6 @@ def _check_path(name: str | os.PathLike, subfolder: str) -> None:
         raise FileNotFoundError(
             f"name={os.fspath(name)!r} is a directory without config.json; name one with a saved model"
         )
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> Path:
-    """Save a model with its tokenizer in Hugging Face format.
-
-    If :func:`~torchrl_rloo.training.shard_model` distributed the model over ranks, all ranks must call this. Rank 0
-    writes, and a sharded model is gathered tensor by tensor.
-
-    It first deletes weights in the folder: weights of an earlier model, such as an adapter, would be loaded with these.
-    It also deletes symbolic links, through which the files would be written elsewhere.
-
-    Args:
-        model: model, or its LoRA adapter.
-        tokenizer: tokenizer of the model.
-        folder: output directory, created if missing.
-
-    Returns:
-        ``folder`` as a path.
-    """
-    folder = Path(folder)
-    if is_collective(model):
-        save_on_all(model, folder, lambda: _save_tokenizer(tokenizer, folder))
-        return folder
-    _save_tokenizer(tokenizer, folder)
-    with explained(folder):
-        model.save_pretrained(folder)
-    return folder
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer in a folder without weights and links."""
-    make_folder(folder)
-    for stale in (
-        *(path for path in folder.iterdir() if path.is_symlink()),
-        *folder.glob("*.safetensors"),
-        *folder.glob("*.safetensors.index.json"),
-        folder / "adapter_config.json",
-    ):
-        stale.unlink(missing_ok=True)
-    with explained(folder):
-        tokenizer.save_pretrained(folder)
 
 
 def count_trained(model: torch.nn.Module) -> int:
@@ -358,3 +301,52 @@ def _adapters_off_meta() -> Iterator[None]:
         layout = table[adapter].state_dict(keep_vars=True)
         state = {name: value.to(layout[name].dtype) for name, value in values.state_dict().items()}
         table[adapter].load_state_dict(state, assign=True)
+
+
+QUANTIZATIONS = ("nf4",)
+_ARGUMENTS = ("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
+
+
+def check_quantization(name: str | None, arguments: Mapping[str, Any] | None) -> None:
+    """Raise if settings of a quantization are wrong, before anything is loaded."""
+    arguments = arguments or {}
+    if name is None:
+        if arguments:
+            raise ValueError(f"quantization_kwargs={dict(arguments)} requires a quantization; set quantization='nf4'")
+        return
+    if name not in QUANTIZATIONS:
+        raise ValueError(
+            f"unknown quantization={name!r}{did_you_mean(str(name), QUANTIZATIONS)}; use 'nf4', or None for none"
+        )
+    if "bnb_4bit_quant_storage" in arguments:
+        raise ValueError(
+            "quantization_kwargs.bnb_4bit_quant_storage must be uint8, since casts would change weights stored as "
+            "floats; remove it"
+        )
+    if unknown := [key for key in arguments if key not in _ARGUMENTS]:
+        hint = did_you_mean(str(unknown[0]), _ARGUMENTS)
+        raise ValueError(f"unknown names {unknown} in quantization_kwargs{hint}; use {' or '.join(_ARGUMENTS)}")
+    if find_spec("bitsandbytes") is None:
+        raise ImportError(f"quantization={name!r} requires bitsandbytes: pip install 'torchrl_rloo[qlora]'")
+
+
+def quantization_config(name: str, dtype: torch.dtype, arguments: Mapping[str, Any] | None) -> BitsAndBytesConfig:
+    """Return the configuration with which Transformers quantizes linear layers as it loads them."""
+    from transformers import BitsAndBytesConfig
+
+    settings = {"bnb_4bit_compute_dtype": dtype} | dict(arguments or {})
+    if isinstance(settings["bnb_4bit_compute_dtype"], str):
+        settings["bnb_4bit_compute_dtype"] = parse_dtype(settings["bnb_4bit_compute_dtype"])
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=name, **settings)
+
+
+def check_quantized(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
+    """Raise unless a model was quantized as asked."""
+    actual = model.config.quantization_config
+    if actual.to_dict() != config.to_dict():
+        raise ValueError(
+            f"quantization={config.bnb_4bit_quant_type!r} has no effect, since the checkpoint is quantized already "
+            f"({actual.quant_method}); set it to null, or name the original checkpoint"
+        )
+    if not four_bit_layers(model):
+        raise ValueError(f"{type(model).__name__} has no linear layers to quantize; set quantization to null")

@@ -1,25 +1,25 @@
 """TurnPolicy: base of policies, from prompts to sampled turns on rows.
 
-Token ids on a row are never encoded again.
+Token ids on a row are never encoded again. :class:`ScoredActions` are the scores of finished rows.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.keys import INPUT_MODES
-from torchrl_rloo.data.rows import make_tensorclass, set_entries, stack_rows, to_lazy_stack
+from torchrl_rloo.data.rows import ActionTokens, make_tensorclass, set_entries, stack_rows, to_lazy_stack
 from torchrl_rloo.data.templates import decode_response, encode_prompt, from_history, to_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support
-from torchrl_rloo.modules.scoring import extend_support
 
 
 class TurnPolicy(LLMWrapperBase):
@@ -61,9 +61,9 @@ class TurnPolicy(LLMWrapperBase):
         self.generate_kwargs = dict(generate_kwargs or {})
         self.config = GenerationConfig.from_kwargs(generate_kwargs)
         # Turns end with the tokenizer's ids, unless ignored, and with those of the settings
-        own = () if self.config.ignore_eos else stop_ids
-        self.end_ids = tuple(sorted(set(own)))
-        self.stop_ids = tuple(sorted({*own, *self.config.stop_token_ids}))
+        end_ids = () if self.config.ignore_eos else stop_ids
+        self.end_ids = tuple(sorted(set(end_ids)))
+        self.stop_ids = tuple(sorted({*end_ids, *self.config.stop_token_ids}))
         self.generator = None
         if self.config.seed is not None:
             self.generator = torch.Generator().manual_seed(self.config.seed)
@@ -128,11 +128,11 @@ class TurnPolicy(LLMWrapperBase):
 
     def _limit(self, row: TensorDictBase, length: int) -> int:
         """Return the token limit of a row's turn after a prompt of ``length`` tokens."""
-        limit, own, context = self.config.max_new_tokens, row.get(keys.MAX_NEW_TOKENS, None), self.context_length
-        if own is not None:
-            if int(own) < 1:
-                raise ValueError(f"max_new_tokens of a row is {int(own)}, must be at least 1")
-            limit = min(limit, int(own))
+        limit, row_limit, context = self.config.max_new_tokens, row.get(keys.MAX_NEW_TOKENS, None), self.context_length
+        if row_limit is not None:
+            if int(row_limit) < 1:
+                raise ValueError(f"max_new_tokens of a row is {int(row_limit)}, must be at least 1")
+            limit = min(limit, int(row_limit))
         if context is not None:
             if length >= context:
                 raise ValueError(
@@ -246,3 +246,98 @@ def _copy_for_sample(row: TensorDictBase, index: int) -> TensorDictBase:
     if (seed := row.get(keys.SEED, None)) is not None:
         row.set(keys.SEED, torch.tensor((int(seed) + index * 0x9E3779B97F4A7C1) % 2**62))
     return row
+
+
+class ScoredActions(NamedTuple):
+    """Log-probs of rows' action tokens under a model.
+
+    Attributes:
+        log_probs: ``[B, A]`` float32 in nats, left-aligned, 0 beyond a row's action tokens, with gradient.
+        entropy: ``[B, A]`` float32 in nats, entropy of the scored distribution, with gradient; None if not requested.
+        actions: positions of the action tokens.
+        router_loss: scalar load-balancing loss of a mixture of experts; None if not requested.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    actions: ActionTokens
+    router_loss: torch.Tensor | None = None
+
+
+def row_support(row: TensorDictBase) -> Support | None:
+    """Return the recorded supports of a row's action tokens, or None."""
+    ids, sizes = row.get(keys.SUPPORT_IDS, None), row.get(keys.SUPPORT_SIZES, None)
+    if ids is None or sizes is None:
+        return None
+    mask = row.get(keys.ACTION_MASK, None)
+    actions = 0 if mask is None else int(mask.sum())
+    if len(sizes) != actions or int(sizes.sum()) != len(ids) or (actions and int(sizes.min()) < 1):
+        raise ValueError(
+            f"a row with {actions} action tokens has {len(sizes)} support sizes with sum {int(sizes.sum())} and "
+            f"{len(ids)} support ids; every action token requires one size of at least 1, and every size its ids"
+        )
+    return Support(ids, sizes)
+
+
+def extend_support(row: TensorDictBase, actions_before: int, support: Support) -> None:
+    """Append the supports of a new turn to those of a row's earlier turns, in place."""
+    before = row_support(row) if actions_before else None
+    if before is None and actions_before:
+        raise ValueError(
+            f"record_support=True, but a row has {actions_before} action tokens without {keys.SUPPORT_IDS}; record "
+            "the supports of all its turns"
+        )
+    if before is not None:
+        support = Support(*(torch.cat([old.cpu(), new]) for old, new in zip(before, support, strict=True)))
+    entries = dict(zip(("ids", "sizes"), support, strict=True))
+    row.set(keys.SUPPORT_IDS[0], TensorDict._new_unsafe(entries, batch_size=torch.Size([])))
+
+
+def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None:
+    """Return the supports of all action tokens in row order, on the device of ``actions``, or None."""
+    supports = [row_support(row) for row in rows.unbind(0)]
+    if without := [i for i, support in enumerate(supports) if support is None]:
+        if len(without) == len(supports):
+            return None
+        raise ValueError(
+            f"rows {without[:5]} have no {keys.SUPPORT_IDS} but others do; score the two kinds in separate batches"
+        )
+    # Check that every sampled token is in its support
+    device = actions.tokens.device
+    ids, sizes = (torch.cat(part).to(device) for part in zip(*supports, strict=True))
+    sampled = actions.tokens[actions.action_mask]
+    token_index = torch.arange(len(sizes), device=device).repeat_interleave(sizes.long(), output_size=len(ids))
+    hits = torch.zeros_like(sampled).index_add_(0, token_index, (ids == sampled[token_index]).to(sampled.dtype))
+    if not bool((hits > 0).all()):
+        at = int((hits == 0).nonzero()[0])
+        raise ValueError(f"action token {int(sampled[at])}, number {at} of the batch, is not in its recorded support")
+    return Support(ids, sizes)
+
+
+def check_has_router(model: torch.nn.Module) -> None:
+    """Raise a ValueError if the model is not a mixture of experts with a load-balancing loss."""
+    model = _without_adapters(model)
+    if not hasattr(_modeling_module(model), "load_balancing_loss_func") or not getattr(model, "num_experts", None):
+        raise ValueError(
+            f"router_loss=True requires a mixture of experts with a load-balancing loss; model type "
+            f"{model.config.model_type!r} has none"
+        )
+
+
+def load_balancing_loss(
+    model: torch.nn.Module, router_logits: tuple[torch.Tensor, ...], lengths: Sequence[int], width: int
+) -> torch.Tensor:
+    """Compute the model family's load-balancing loss (Fedus et al. 2021, arXiv 2101.03961) over real tokens."""
+    model, device = _without_adapters(model), router_logits[0].device
+    real = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
+    function = _modeling_module(model).load_balancing_loss_func
+    return function(router_logits, model.num_experts, model.num_experts_per_tok, real.long())
+
+
+def _without_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _modeling_module(model: torch.nn.Module):
+    """Return the Python module of the model's class."""
+    return sys.modules[type(model).__module__]

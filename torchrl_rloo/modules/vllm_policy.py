@@ -18,7 +18,7 @@ from torchrl_rloo.engines.base import MAX_ABORTS, Engine, EngineError, Request, 
 from torchrl_rloo.engines.generation import Generated, end_of_sequence_ids
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 
 class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
@@ -97,14 +97,14 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         Raises:
             ValueError: if ``generate=False`` is passed without ``model``.
         """
-        own = {"tokenizer": self.tokenizer, "input_mode": self.input_mode, "generate_kwargs": self.generate_kwargs}
+        settings = {"tokenizer": self.tokenizer, "input_mode": self.input_mode, "generate_kwargs": self.generate_kwargs}
         if not kwargs.get("generate", True):
             if "model" not in kwargs:
                 raise ValueError("generate=False requires the training model; pass model=")
-            return TransformersWrapper(kwargs.pop("model"), **(own | kwargs))
-        own["num_samples"] = self.num_samples
+            return TransformersWrapper(kwargs.pop("model"), **(settings | kwargs))
+        settings["num_samples"] = self.num_samples
         kwargs.pop("generate", None)
-        return type(self)(kwargs.pop("engine", self.engine), **(own | kwargs))
+        return type(self)(kwargs.pop("engine", self.engine), **(settings | kwargs))
 
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
         return [_to_generated(sample) for sample in self._generate(self._requests(rows, prompts))]
@@ -136,7 +136,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         seeds = [self._turn_seed(row) for row in rows.unbind(0)]
         if None in seeds:
             seeds = torch.randint(2**62, (len(seeds),), generator=self.generator).tolist()
-        return [self._request(*each) for each in zip(rows.unbind(0), prompts, seeds, strict=True)]
+        return [self._request(*parts) for parts in zip(rows.unbind(0), prompts, seeds, strict=True)]
 
     def _request(self, row: TensorDictBase, prompt: torch.Tensor, seed: int) -> Request:
         return Request(

@@ -1,16 +1,21 @@
-"""KL to the reference: place, coefficient and estimator in one object."""
+"""KL to the reference: place, coefficient and estimator in one object; and coefficients that follow a measured value.
+
+Modules read a coefficient with ``float`` at each use.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, SupportsFloat
 
 import torch
 
-from torchrl_rloo.functional.kl import KL_ESTIMATORS
-from torchrl_rloo.objectives.choices import check_coefficient
-from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
+from torchrl_rloo.functional.kl import KL_ESTIMATORS, adapt_coefficient
+from torchrl_rloo.objectives.step import check_coefficient
 from torchrl_rloo.runtime.lookup import did_you_mean
 
 PLACES = ("reward", "token", "loss")
@@ -82,3 +87,136 @@ class KL:
         """Estimate the KL of each token and clip it; same shape as the log-probs."""
         kl = KL_ESTIMATORS[self.estimator](log_probs, ref_log_probs)
         return kl if self.clip is None else kl.clamp(-self.clip, self.clip)
+
+
+_LOGGER = logging.getLogger(__name__)
+_MAX_GAIN = 5.0  # from here on, an error of -20 % could bring the coefficient to 0 or below
+
+
+class AdaptiveKLCoefficient:
+    """KL coefficient that grows while the KL is above its target and shrinks while it is below.
+
+    See :func:`~torchrl_rloo.functional.kl.adapt_coefficient` (Ziegler et al. 2019, arXiv 1909.08593).
+
+    Args:
+        initial: initial coefficient, above 0.
+        target: KL to hold, in nats, per token or per sequence like the measurements given to :meth:`update`.
+        horizon: number of samples over which the coefficient can change by about 20 %.
+
+    Raises:
+        ValueError: if a value is not a finite number above 0.
+
+    Example:
+        >>> coefficient = AdaptiveKLCoefficient(0.1, target=6.0, horizon=1000)
+        >>> coefficient.update(12.0, num_samples=100)
+        >>> round(float(coefficient), 6)
+        0.102
+    """
+
+    def __init__(self, initial: float, target: float, horizon: float = 10_000):
+        for name, value in (("initial", initial), ("target", target), ("horizon", horizon)):
+            if not isinstance(value, Real) or not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be a number above 0")
+        self.target, self.horizon = float(target), float(horizon)
+        self._value = float(initial)
+
+    def __float__(self) -> float:
+        return self._value
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Adapt the coefficient to a measured KL. A KL that is not finite is logged and changes nothing.
+
+        Args:
+            kl: measured KL, in the unit of ``target``.
+            num_samples: number of samples of this step.
+
+        Raises:
+            ValueError: if ``num_samples`` is negative, or so large that the coefficient could reach 0.
+        """
+        if not 0 <= num_samples < _MAX_GAIN * self.horizon:
+            raise ValueError(
+                f"num_samples={num_samples} must be at least 0 and below {_MAX_GAIN:g} times horizon={self.horizon:g}"
+            )
+        if not math.isfinite(kl):
+            _LOGGER.warning("kl=%s is not finite; the coefficient stays at %g", kl, self._value)
+            return
+        self._value = adapt_coefficient(self._value, float(kl), self.target, num_samples / self.horizon)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the current coefficient."""
+        return {"value": self._value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the coefficient from :meth:`state_dict`."""
+        self._value = float(state["value"])
+
+
+class AdaptiveEntropyCoefficient:
+    """Entropy coefficient that grows while the entropy is at most its target, and is off while it is above.
+
+    Each update adds ``step`` at or below the target and subtracts it above. ``float`` is 0 after an entropy above the
+    target, and before the first update.
+
+    Source: He et al. 2025, arXiv 2505.22312; defaults and ties of TRL.
+
+    Args:
+        target: entropy to hold, in nats per action token.
+        initial: initial coefficient.
+        step: change of the coefficient in an update.
+        minimum: lower bound of the coefficient.
+        maximum: upper bound of the coefficient.
+
+    Raises:
+        ValueError: if ``target`` or ``step`` is not above 0, or the others are not finite, at least 0 and in order.
+
+    Example:
+        >>> coefficient = AdaptiveEntropyCoefficient(target=0.2)
+        >>> coefficient.update(0.1)
+        >>> float(coefficient)
+        0.005
+        >>> coefficient.update(0.3)
+        >>> float(coefficient)
+        0.0
+    """
+
+    def __init__(
+        self,
+        target: float = 0.2,
+        initial: float = 0.0,
+        step: float = 0.005,
+        minimum: float = 0.0,
+        maximum: float = 1.0,
+    ):
+        for name, value in (("target", target), ("step", step)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be a number above 0")
+        if not 0 <= minimum <= initial <= maximum < math.inf:
+            raise ValueError(
+                f"minimum={minimum}, initial={initial}, maximum={maximum} must be finite, at least 0 and in order"
+            )
+        self.target, self.step, self.minimum, self.maximum = float(target), float(step), float(minimum), float(maximum)
+        self._value, self._on = float(initial), False
+
+    def __float__(self) -> float:
+        return self._value if self._on else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Adapt the coefficient to a measured entropy, in nats. One that is not finite is logged and changes nothing.
+
+        Args:
+            entropy: measured entropy.
+        """
+        if not math.isfinite(entropy):
+            _LOGGER.warning("entropy=%s is not finite; the coefficient stays at %g", entropy, float(self))
+            return
+        self._on = entropy <= self.target
+        moved = self._value + (self.step if self._on else -self.step)
+        self._value = min(max(moved, self.minimum), self.maximum)
+
+    def state_dict(self) -> dict[str, float | bool]:
+        """Return the current coefficient, and whether it is on."""
+        return {"value": self._value, "on": self._on}
+
+    def load_state_dict(self, state: Mapping[str, float | bool]) -> None:
+        """Restore the coefficient from :meth:`state_dict`."""
+        self._value, self._on = float(state["value"]), bool(state["on"])

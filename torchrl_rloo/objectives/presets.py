@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
-from torchrl_rloo.objectives.kl import KL
+from torchrl_rloo.objectives.kl import KL, AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 from torchrl_rloo.objectives.rloo import RLOOLoss
 from torchrl_rloo.runtime.lookup import did_you_mean
 
@@ -289,28 +288,28 @@ def _fill_field(argument: str, spec: Any, **field: Any) -> Any:
     return _as_mapping(spec) | {name: value}
 
 
-def _merge_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL | None:
-    """Return the KL of a method updated with ``given``; None if it is off."""
-    if isinstance(given, str) and given != "default":
-        raise ValueError(f"kl={given!r} must be None, 'default', a mapping or a KL")
+def _merge_kl(method_kl: KL | None, chosen: KL | Mapping[str, Any] | str | None) -> KL | None:
+    """Return the KL of a method updated with ``chosen``; None if it is off."""
+    if isinstance(chosen, str) and chosen != "default":
+        raise ValueError(f"kl={chosen!r} must be None, 'default', a mapping or a KL")
     # None turns the KL off, and 'default' keeps that of the method
-    if given is None or isinstance(given, str):
-        return own if given else None
-    if not isinstance(given, KL | Mapping):
-        raise TypeError(f"kl={given!r} must be None, 'default', a KL such as KL('reward', 0.05), or a mapping")
-    if isinstance(given, Mapping):
+    if chosen is None or isinstance(chosen, str):
+        return method_kl if chosen else None
+    if not isinstance(chosen, KL | Mapping):
+        raise TypeError(f"kl={chosen!r} must be None, 'default', a KL such as KL('reward', 0.05), or a mapping")
+    if isinstance(chosen, Mapping):
         # Reject unknown fields, and a place without a coefficient
         known = [f.name for f in fields(KL)]
-        for key in given:
+        for key in chosen:
             if key not in known:
                 raise ValueError(f"kl.{key} is unknown{did_you_mean(key, known)}; valid: {known}")
-        if own is None and given.get("where") is not None and given.get("coeff") is None:
+        if method_kl is None and chosen.get("where") is not None and chosen.get("coeff") is None:
             raise ValueError(
-                f"kl.where={given['where']!r} requires kl.coeff, because the method has no default KL; set kl.coeff"
+                f"kl.where={chosen['where']!r} requires kl.coeff, because the method has no default KL; set kl.coeff"
             )
         # Fill in the method's values, of which only the coefficient applies in another place
-        base = asdict(own or KL())
-        if given.get("where", base["where"]) != base["where"]:
-            base = {"coeff": base["coeff"]} if given["where"] is not None else {}
-        given = KL(**base | given)
-    return given if given.is_on else None
+        base = asdict(method_kl or KL())
+        if chosen.get("where", base["where"]) != base["where"]:
+            base = {"coeff": base["coeff"]} if chosen["where"] is not None else {}
+        chosen = KL(**base | chosen)
+    return chosen if chosen.is_on else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorClass, TensorDictBase
 from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
@@ -19,35 +19,109 @@ from torchrl_rloo.functional import (
     KL_ESTIMATORS,
     RATIOS,
     SURROGATES,
-    Aggregation,
-    Correction,
     Ratio,
-    Surrogate,
-    aggregate,
     effective_sample_size,
     k3,
-    kl_loss_terms,
-    masked_mean,
-    off_policy_mask,
-    resolve,
-    split_among_tokens,
 )
-from torchrl_rloo.functional.ratios import sequence_log_ratio
+from torchrl_rloo.functional.kl import kl_loss_terms
+from torchrl_rloo.functional.policy_loss import DPPO, Aggregation, Clip, Surrogate, Unclipped, aggregate
+from torchrl_rloo.functional.ratios import Correction, off_policy_mask, ratio_spec, split_among_tokens
+from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
-from torchrl_rloo.objectives.choices import check_actor, check_parts, is_on
-from torchrl_rloo.objectives.normalizers import (
+from torchrl_rloo.objectives.step import (
+    LossOutput,
     Normalizers,
+    check_actor,
+    check_coefficient,
     entropy_threshold,
+    is_on,
+    mean_over_tokens,
     multiplicity,
+    notify_without_advantage,
     row_normalizers,
     row_weights,
+    sum_field,
     zero_loss,
 )
-from torchrl_rloo.objectives.output import RLOOLossOutput
-from torchrl_rloo.objectives.signal import notify_without_advantage
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.lookup import resolve
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 Spec = str | Mapping[str, Any]
+
+
+class RLOOLossOutput(LossOutput, TensorClass["nocast"]):
+    """Terms of :class:`RLOOLoss` (with gradient), and metrics over the action tokens of its rows (without).
+
+    Attributes:
+        loss_objective: scalar, policy-gradient term.
+        loss_kl_to_ref: scalar, coefficient times KL to the reference. None if the loss has no such term.
+        loss_kl_to_inference: scalar, coefficient times KL to the policy that sampled. None if the loss has no such
+            term.
+        loss_entropy: scalar, minus coefficient times entropy. None if the loss has no such term.
+        loss_router: scalar, coefficient times the load-balancing loss of a mixture of experts. None if the loss has no
+            such term.
+        entropy: mean entropy of the sampled distribution per action token, in nats.
+        kl_approx: mean k3 divergence of the sampler's weights from the current weights per action token, in nats. 0 on
+            policy.
+        kl_to_ref: mean estimate of the KL to the reference per action token, in nats. NaN without a reference.
+        ESS: effective sample size of the rows' importance ratios, as a share of the rows. 1 on policy.
+        clip_fraction: units whose gradient the surrogate removes, as a share of the units of the whole step. Units are
+            rows if the ratio is of whole sequences, else action tokens. NaN for a surrogate without ``clipped``.
+        clip_fraction_low: part of ``clip_fraction`` with negative advantage.
+        clip_fraction_high: part of ``clip_fraction`` with positive advantage.
+        correction: mean weight of the action tokens that corrects for the sampler. 1 without a correction.
+        kept: share of the action tokens that have a policy gradient after correction and masks.
+        log_ratio_max: largest absolute difference between the current and the sampler's log-prob of a token, in nats.
+        log_ratio: ``[B]``, log importance ratio of each row to the sampler; repeated for each row that a merged row
+            stands for.
+        num_action_tokens: number of action tokens that the means cover.
+    """
+
+    loss_objective: torch.Tensor
+    loss_kl_to_ref: torch.Tensor | None
+    loss_kl_to_inference: torch.Tensor | None
+    loss_entropy: torch.Tensor | None
+    loss_router: torch.Tensor | None
+    entropy: torch.Tensor
+    kl_approx: torch.Tensor
+    kl_to_ref: torch.Tensor
+    ESS: torch.Tensor
+    clip_fraction: torch.Tensor
+    clip_fraction_low: torch.Tensor
+    clip_fraction_high: torch.Tensor
+    correction: torch.Tensor
+    kept: torch.Tensor
+    log_ratio_max: torch.Tensor
+    log_ratio: torch.Tensor
+    num_action_tokens: torch.Tensor
+
+    def is_empty(self) -> bool:
+        """Return whether the output is of no rows."""
+        return not len(self.log_ratio)
+
+    @classmethod
+    def merge(cls, outputs: Sequence[RLOOLossOutput], num_updates: int) -> dict[str, float]:
+        """Return means over action tokens, clip fractions, ``ESS`` over rows and ``log_ratio_max``, without NaN."""
+        merged = {metric: mean_over_tokens(outputs, field) for metric, field in _TOKEN_MEANS.items()}
+        merged |= {metric: sum_field(outputs, field) / num_updates for metric, field in _CLIP_METRICS.items()}
+        merged["ESS"] = float(effective_sample_size(torch.cat([o.log_ratio for o in outputs])))
+        merged["log_ratio_max"] = max(float(o.log_ratio_max) for o in outputs)
+        return {name: value for name, value in merged.items() if value == value}
+
+
+# Rows without a signal may be dropped before the loss, so the names of these two say that they cover the others only.
+_TOKEN_MEANS = {
+    "entropy/with_signal": "entropy",
+    "kl_to_ref/with_signal": "kl_to_ref",
+    "kl_approx": "kl_approx",
+    "correction": "correction",
+    "kept": "kept",
+}
+_CLIP_METRICS = {
+    "clip_ratio/region_mean": "clip_fraction",
+    "clip_ratio/low_mean": "clip_fraction_low",
+    "clip_ratio/high_mean": "clip_fraction_high",
+}
 
 
 class RLOOLoss(LossModule):
@@ -80,7 +154,8 @@ class RLOOLoss(LossModule):
     Args:
         actor_network: policy that scores rows with :meth:`TransformersWrapper.score`.
         ratio: name in :data:`~torchrl_rloo.functional.RATIOS` (``"sequence"``, ``"sequence_mean"``, ``"token"``, or
-            ``"none"`` for plain REINFORCE), or a function of the same signature.
+            ``"none"`` for plain REINFORCE), or a function of the same signature; one that returns one value for the
+            whole sequence as ``RatioSpec(function, per_token=False)``.
         surrogate: choice from :data:`~torchrl_rloo.functional.SURROGATES`: a name, a mapping such as ``{"name": "clip",
             "low": 0.1}``, an object such as ``Clip(0.1)``, or a function of the same signature.
         aggregation: choice from :data:`~torchrl_rloo.functional.AGGREGATIONS` (``"sequence_sum"``,
@@ -161,7 +236,7 @@ class RLOOLoss(LossModule):
         check_actor(actor_network)
         self.actor_network = actor_network
         # Resolve the parts that names may stand for
-        self.ratio = resolve("ratio", ratio, RATIOS)
+        self.ratio = ratio_spec(resolve("ratio", ratio, RATIOS))
         self.surrogate = resolve("surrogate", surrogate, SURROGATES)
         self.aggregation = resolve("aggregation", aggregation, AGGREGATIONS)
         self.correction = None if correction is None else resolve("correction", correction, CORRECTIONS)
@@ -172,7 +247,7 @@ class RLOOLoss(LossModule):
         self.high_entropy_fraction, self.router_loss_coeff = high_entropy_fraction, router_loss_coeff
         self.mask_truncated_completions = mask_truncated_completions
         # Reject values out of range, and settings that cannot be combined
-        check_parts(self)
+        _check_parts(self)
         self._forward_value_estimator_keys()
         self.out_keys = list(RLOOLossOutput.__annotations__)
 
@@ -226,8 +301,7 @@ class RLOOLoss(LossModule):
 
         # Compute the policy gradient, weighted by the correction for the sampler
         log_ratio = self.ratio(log_probs, batch.old, mask)
-        per_token = self._is_per_token(batch, log_ratio)
-        if not per_token and batch.advantages.shape[1] > 1:
+        if not self.ratio.per_token and batch.advantages.shape[1] > 1:
             raise ValueError(
                 "a ratio of whole sequences cannot be combined with rows that carry an advantage for each token; use "
                 "ratio='sequence_mean', 'token' or 'none', or MCAdvantage(credit='trajectory')"
@@ -247,21 +321,15 @@ class RLOOLoss(LossModule):
             terms["loss_entropy"] = -eta * scored.entropy
 
         # Reduce each term to a scalar, normalized over the whole step
-        given = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
-        losses = {k: aggregate(v * batch.row_weights, mask, self.aggregation, **given) for k, v in terms.items()}
+        totals = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
+        losses = {k: aggregate(v * batch.row_weights, mask, self.aggregation, **totals) for k, v in terms.items()}
         if router_coeff:
             share = float((mask * batch.multiplicity).sum()) / max(normalizers.num_tokens, 1)
             losses["loss_router"] = router_coeff * share * scored.router_loss
         with torch.no_grad():
             metrics = self._compute_metrics(batch, token_weights)
-            metrics |= self._compute_clip_fractions(batch, log_ratio, per_token, normalizers)
+            metrics |= self._compute_clip_fractions(batch, log_ratio, normalizers)
         return RLOOLossOutput(**dict.fromkeys(RLOOLossOutput.loss_terms()) | losses | metrics)
-
-    def _is_per_token(self, batch: _Batch, log_ratio: torch.Tensor) -> bool:
-        """Return whether the ratio has a value per token. With at most one token per row, its name decides."""
-        if batch.mask.shape[1] > 1:
-            return log_ratio.shape == batch.mask.shape
-        return self.ratio is not sequence_log_ratio
 
     def _gather(self, rows: TensorDictBase, scored: ScoredActions, normalizers: Normalizers) -> _Batch:
         """Gather what the terms need into rectangles of action tokens."""
@@ -331,7 +399,7 @@ class RLOOLoss(LossModule):
         }
 
     def _compute_clip_fractions(
-        self, batch: _Batch, log_ratio: torch.Tensor, per_token: bool, normalizers: Normalizers
+        self, batch: _Batch, log_ratio: torch.Tensor, normalizers: Normalizers
     ) -> dict[str, torch.Tensor]:
         """Return the share of clipped tokens or rows, by the sign of the advantage."""
         if not hasattr(self.surrogate, "clipped"):
@@ -339,7 +407,7 @@ class RLOOLoss(LossModule):
         else:
             clipped = self.surrogate.clipped(log_ratio, batch.advantages, batch.log_probs, batch.old)
             units, of_all = batch.multiplicity, normalizers.num_rows
-            if per_token:
+            if self.ratio.per_token:
                 units, of_all = batch.mask * batch.multiplicity, normalizers.num_tokens
             sides = (clipped & (batch.advantages < 0), clipped & (batch.advantages > 0))
             low, high = ((side * units).sum().to(batch.log_probs) / max(of_all, 1e-12) for side in sides)
@@ -379,3 +447,64 @@ def _gather_advantages(rows: TensorDictBase, key: NestedKey, actions: ActionToke
         return torch.stack([v.reshape(1) for v in values]).to(actions.mask.device)
     tokens = ragged(rows, keys.TOKENS)
     return gather_actions([v.reshape(-1).expand(len(t)) for v, t in zip(values, tokens, strict=True)], actions)
+
+
+def _check_parts(loss: RLOOLoss) -> None:
+    """Raise if settings of an RLOOLoss have no effect together or contradict each other."""
+    without_ratio, of_sequences = loss.ratio == RATIOS["none"], not loss.ratio.per_token
+    proximal, correction, fraction = loss.old_log_probs == "proximal", loss.correction, loss.high_entropy_fraction
+    checks = [
+        (
+            without_ratio and loss.surrogate not in (Clip(), Unclipped()),
+            f"surrogate={loss.surrogate} has no effect with ratio='none', which is always 1; remove it, or set "
+            "another ratio",
+        ),
+        (
+            isinstance(loss.surrogate, DPPO) and loss.ratio != RATIOS["token"],
+            f"surrogate={loss.surrogate} bounds the probability of each token and requires ratio='token'",
+        ),
+        (
+            loss.old_log_probs not in ("sampler", "proximal"),
+            f"old_log_probs={loss.old_log_probs!r} must be 'sampler' or 'proximal'",
+        ),
+        (
+            correction is not None and not proximal and not without_ratio,
+            f"correction={correction} cannot be combined with old_log_probs='sampler', whose ratio already corrects "
+            "for the sampler; set old_log_probs='proximal' or ratio='none'",
+        ),
+        (
+            of_sequences and getattr(correction, "per_token", False),
+            f"correction={correction} weighs tokens and cannot be combined with ratio='sequence'; use "
+            "'sequence_truncate' or 'sequence_mask', or another ratio",
+        ),
+        (
+            of_sequences and fraction is not None,
+            f"high_entropy_fraction={fraction} selects tokens and cannot be combined with ratio='sequence'; use "
+            "another ratio",
+        ),
+        (
+            without_ratio and proximal and correction is None,
+            "old_log_probs='proximal' has no effect with ratio='none' and no correction; remove it",
+        ),
+        (
+            loss.kl_importance_weighted and not is_on(loss.kl_to_ref_coeff) and not is_on(loss.kl_to_inference_coeff),
+            "kl_importance_weighted=True has no effect while both KL coefficients are 0; remove it",
+        ),
+        (
+            fraction is not None and not 0 < fraction <= 1,
+            f"high_entropy_fraction={fraction} must be None or in (0, 1]",
+        ),
+        (
+            loss.off_policy_mask_threshold is not None and not math.isfinite(loss.off_policy_mask_threshold),
+            f"off_policy_mask_threshold={loss.off_policy_mask_threshold} must be None or a finite number",
+        ),
+    ]
+    for failed, message in checks:
+        if failed:
+            raise ValueError(message)
+    # Checks of single coefficients and flags
+    for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "router_loss_coeff", "entropy_coeff"):
+        check_coefficient(name, getattr(loss, name), negative=name == "entropy_coeff")
+    for name in ("mask_truncated_completions", "kl_importance_weighted"):
+        if not isinstance(value := getattr(loss, name), bool):
+            raise TypeError(f"{name}={value!r} must be True or False")

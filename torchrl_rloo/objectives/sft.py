@@ -11,27 +11,30 @@ from tensordict import TensorClass, TensorDictBase
 from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.functional import AGGREGATIONS, Aggregation, aggregate, masked_mean, resolve
+from torchrl_rloo.functional import AGGREGATIONS
+from torchrl_rloo.functional.policy_loss import Aggregation, aggregate
+from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.modules.policies import TransformersWrapper
-from torchrl_rloo.objectives.choices import check_actor
-from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_normalizers, row_weights, zero_loss
-from torchrl_rloo.objectives.output import LossOutput, mean_over_tokens
+from torchrl_rloo.objectives.step import (
+    LossOutput,
+    Normalizers,
+    check_actor,
+    mean_over_tokens,
+    multiplicity,
+    row_normalizers,
+    row_weights,
+    zero_loss,
+)
+from torchrl_rloo.runtime.lookup import resolve
 
 
 class SFTLossOutput(LossOutput, TensorClass["nocast"]):
-    """Loss of :class:`SFTLoss`, and metrics over action tokens (without gradient).
+    """Loss of :class:`SFTLoss`, and metrics over action tokens (without gradient)."""
 
-    Attributes:
-        loss_sft: scalar to minimize.
-        nll: mean negative log-prob per action token, in nats, for every aggregation and sample weight.
-        entropy: mean entropy of the model's distribution per action token, in nats.
-        num_action_tokens: number of action tokens that the means cover.
-    """
-
-    loss_sft: torch.Tensor
-    nll: torch.Tensor
-    entropy: torch.Tensor
-    num_action_tokens: torch.Tensor
+    loss_sft: torch.Tensor  # scalar to minimize
+    nll: torch.Tensor  # mean negative log-prob per action token, in nats, for every aggregation and sample weight
+    entropy: torch.Tensor  # mean entropy of the model's distribution per action token, in nats
+    num_action_tokens: torch.Tensor  # number of action tokens that the means cover
 
     def is_empty(self) -> bool:
         """Return whether the output is of no action tokens."""
@@ -110,12 +113,12 @@ class SFTLoss(LossModule):
         scored = self.actor_network.score(tensordict)
         mask = scored.actions.mask
         weighted = -scored.log_probs * row_weights(tensordict)[:, None].to(mask.device)
-        given = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
+        totals = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
         # In metrics, count a merged row once for each row that it stands for
         with torch.no_grad():
             tokens = mask * multiplicity(tensordict)[:, None].to(mask.device)
         return SFTLossOutput(
-            loss_sft=aggregate(weighted, mask, self.aggregation, **given),
+            loss_sft=aggregate(weighted, mask, self.aggregation, **totals),
             nll=masked_mean(-scored.log_probs.detach(), tokens),
             entropy=masked_mean(scored.entropy.detach(), tokens),
             num_action_tokens=tokens.sum(),

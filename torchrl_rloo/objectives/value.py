@@ -11,12 +11,21 @@ from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import gather_actions, ragged
-from torchrl_rloo.functional.aggregation import aggregate
+from torchrl_rloo.functional.policy_loss import aggregate
+from torchrl_rloo.functional.returns import clipped_value_loss, explained_variance
 from torchrl_rloo.functional.statistics import masked_mean
-from torchrl_rloo.functional.value_loss import clipped_value_loss, explained_variance
-from torchrl_rloo.modules.value import ValueHead
-from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_normalizers, row_weights, zero_loss
-from torchrl_rloo.objectives.output import LossOutput, concatenate_field, mean_over_tokens, sum_field
+from torchrl_rloo.modules.heads import ValueHead
+from torchrl_rloo.objectives.step import (
+    LossOutput,
+    Normalizers,
+    concatenate_field,
+    mean_over_tokens,
+    multiplicity,
+    row_normalizers,
+    row_weights,
+    sum_field,
+    zero_loss,
+)
 
 
 class ValueLossOutput(LossOutput, TensorClass["nocast"]):
@@ -60,7 +69,7 @@ class ValueLossOutput(LossOutput, TensorClass["nocast"]):
 class ValueLoss(LossModule):
     """Clipped squared error of a value head, averaged over action tokens.
 
-    See :func:`~torchrl_rloo.functional.value_loss.clipped_value_loss`. Rows come from a buffer with
+    See :func:`~torchrl_rloo.functional.returns.clipped_value_loss`. Rows come from a buffer with
     :class:`~torchrl_rloo.replay.gae.TokenGAE`. The loss reads ``TOKENS``, ``ACTION_MASK``, ``STATE_VALUE`` and
     ``VALUE_TARGET``. ``sample_weight`` and ``multiplicity``, if present, multiply the loss of a row. Returns a
     :class:`ValueLossOutput`.

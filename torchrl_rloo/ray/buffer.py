@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo.data.packed import PackedRows, pack_rows
-from torchrl_rloo.data.plain import from_plain, to_plain
+from torchrl_rloo.data.packed import PackedRows, from_plain, pack_rows, to_plain
 from torchrl_rloo.data.rows import concatenate, stack_rows, tensor_rows
 from torchrl_rloo.ray.group_store import (
     PAYLOAD,
@@ -31,7 +30,7 @@ from torchrl_rloo.ray.group_store import (
 from torchrl_rloo.ray.session import call, require_ray, start_actor
 from torchrl_rloo.ray.source import RowReferences
 from torchrl_rloo.replay.advantage import MCAdvantage
-from torchrl_rloo.replay.transform import BufferTransform
+from torchrl_rloo.replay.pending import BufferTransform
 
 _SLICE_S = 1.0  # longest wait of one call: the request of a consumer that died takes no groups after it
 _VALUE = "non-tensor value"

@@ -16,11 +16,9 @@ from torch import nn
 from torchrl_rloo.collectors.shared_source import SharedSource
 from torchrl_rloo.collectors.source import GroupSource, StepRows
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.metadata import metadata_of
-from torchrl_rloo.data.own_rows import OwnRows
+from torchrl_rloo.data.metadata import OwnRows, metadata_of, shares_of_groups
 from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
 from torchrl_rloo.data.rows import stack_rows, tensor_row, unbind_rows
-from torchrl_rloo.data.share import shares_of_groups
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.weight_update import WeightUpdater
 

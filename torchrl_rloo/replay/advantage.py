@@ -25,14 +25,13 @@ from torchrl_rloo.functional.advantages import (
     Whiten,
     estimator_option,
 )
-from torchrl_rloo.functional.choices import resolve
 from torchrl_rloo.functional.returns import rewards_to_go
 from torchrl_rloo.objectives.kl import KL
-from torchrl_rloo.objectives.ranks import make_reducer
+from torchrl_rloo.objectives.step import make_reducer
 from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, baseline_key, estimator_name
-from torchrl_rloo.replay.pending import Group, PendingGroups
-from torchrl_rloo.replay.transform import BufferTransform
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.replay.pending import BufferTransform, Group, PendingGroups
+from torchrl_rloo.runtime.lookup import resolve
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 _REMEDIES: dict[NestedKey, str] = {
     keys.GROUP_ID: "a DataLoadingPrimer writes it",
@@ -67,7 +66,7 @@ class MCAdvantage(BufferTransform):
         num_generations: ``G``, members of a group. None reads each row's ``"group_size"``, which a
             :class:`~torchrl_rloo.envs.DatasetChatEnv` writes.
         estimator: name in :data:`~torchrl_rloo.functional.advantages.ESTIMATORS`, a
-            :class:`~torchrl_rloo.replay.baseline.RunningBaseline`, or a function ``(rewards [N], groups [N]) ->
+            :class:`~torchrl_rloo.replay.credit.RunningBaseline`, or a function ``(rewards [N], groups [N]) ->
             advantages [N]``, optionally with attributes of an
             :class:`~torchrl_rloo.functional.advantages.EstimatorSpec`. If it has a ``state_dict()``, the checkpoint
             contains it. None is ``"rloo"``, or ``"grpo"`` for ``credit="normalize_then_sum"`` (together: GDPO).

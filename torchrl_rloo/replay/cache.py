@@ -1,4 +1,4 @@
-"""Cache of informative groups, which fills batches that have too few."""
+"""Storage of ragged rows, and a cache of informative groups that fills batches that have too few."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.data import LazyStackStorage
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.outcomes import group_rows
-from torchrl_rloo.data.plain import from_plain, to_plain
+from torchrl_rloo.data.packed import from_plain, to_plain
 from torchrl_rloo.data.rows import concatenate, stack_rows, tensor_rows
-from torchrl_rloo.modules.recording import Scorer, record_log_probs
+from torchrl_rloo.modules.reference import Scorer, record_log_probs
 
 FIRST_CACHED_GROUP = 2**48  # first id of replayed groups; no environment counts this far
 _RECOMPUTED = (keys.ADVANTAGE, keys.STATE_VALUE, keys.VALUE_TARGET, "proximal_log_probs", "proximal_entropy")
@@ -158,3 +160,44 @@ class GroupCache:
         self._next_group_id = state["next_group_id"]
         self.counts.clear()
         self.counts.update(state["counts"])
+
+
+class RowStorage(LazyStackStorage):
+    """Replay-buffer storage of ragged rows, which warns once when it overwrites rows that were never sampled.
+
+    TorchRL's storage overwrites its oldest rows silently when it is full. A loop that empties its buffer after each
+    step needs no limit.
+
+    Args:
+        max_size: limit of rows. None disables it, so nothing is overwritten.
+
+    Example:
+        >>> from torchrl.data import ReplayBuffer
+        >>> from torchrl_rloo.replay import MCAdvantage
+        >>> buffer = ReplayBuffer(storage=RowStorage(), transform=MCAdvantage())
+    """
+
+    def __init__(self, max_size: int | None = None):
+        super().__init__(max_size)
+        self._unsampled: set[int] = set()
+
+    def _set_item(self, cursor: int, data: Any) -> None:
+        if cursor in self._unsampled:
+            notify_once(
+                f"RowStorage(max_size={self.max_size}) overwrites rows that were never sampled: raise max_size to the "
+                "rows of a step (prompts_per_batch x num_generations), or leave it out and empty the buffer every step"
+            )
+        self._unsampled.add(cursor)
+        super()._set_item(cursor, data)
+
+    def get(self, index: Any) -> Any:
+        """Return the rows at an index and mark them as sampled."""
+        rows = super().get(index)
+        if isinstance(index, slice):
+            index = range(len(self))[index]
+        self._unsampled.difference_update(torch.as_tensor(index).reshape(-1).tolist())
+        return rows
+
+    def _empty(self) -> None:
+        super()._empty()
+        self._unsampled.clear()

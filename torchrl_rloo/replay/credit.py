@@ -1,10 +1,10 @@
-"""Credit assignment: advantages of rows, turns or tokens from the rewards of complete groups."""
+"""Credit assignment: advantages of rows, turns or tokens from the rewards of complete groups; running baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -18,8 +18,8 @@ from torchrl_rloo.functional.advantages import (
     estimator_option,
     normalize_then_sum,
 )
-from torchrl_rloo.functional.choices import Choice, number_field
 from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
+from torchrl_rloo.runtime.lookup import Choice, number_field
 
 
 def baseline_key(estimator: Estimator) -> str:
@@ -36,11 +36,7 @@ class Groups(NamedTuple):
     estimator: Estimator
 
     def estimate(self, returns: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return the estimator's advantages ``[M]`` of returns ``[M]``.
-
-        Raises:
-            ValueError: if the estimator returns another shape.
-        """
+        """Return the estimator's advantages ``[M]`` of returns ``[M]``."""
         if estimator_option(self.estimator, "wants_prompts"):
             prompts = torch.stack([row[baseline_key(self.estimator)].reshape(()) for row in self.rows])
             advantages = self.estimator(returns, index, prompts)
@@ -60,19 +56,12 @@ class Groups(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """Advantages before KL and normalization; ``L`` is 1 for one advantage per row, else the number of action tokens.
+    """Advantages before KL and normalization; ``L`` is 1 for one advantage per row, else the action tokens."""
 
-    Attributes:
-        advantages: ``[N, L]``.
-        has_signal: ``[N, L]`` bool, True where a return exists and had another to compare with.
-        answered: ``[N]`` bool, False where the row abstains.
-        returns: returns that the estimator compared, NaN where a row abstains.
-    """
-
-    advantages: torch.Tensor
-    has_signal: torch.Tensor
-    answered: torch.Tensor
-    returns: torch.Tensor
+    advantages: torch.Tensor  # [N, L]
+    has_signal: torch.Tensor  # [N, L] bool, True where a return exists and had another to compare with
+    answered: torch.Tensor  # [N] bool, False where the row abstains
+    returns: torch.Tensor  # returns that the estimator compared, NaN where a row abstains
 
 
 class Credit(Choice):
@@ -137,7 +126,7 @@ class NormalizeThenSum(Credit):
     def __call__(self, groups: Groups) -> Estimates:
         rewards, index = torch.stack([row[keys.REWARDS].reshape(-1) for row in groups.rows]), groups.index
         advantages = normalize_then_sum(rewards, index, self.weights, groups.estimate)
-        signal = torch.stack([groups.has_signal(each, index) for each in rewards.unbind(-1)], -1).any(-1)
+        signal = torch.stack([groups.has_signal(scores, index) for scores in rewards.unbind(-1)], -1).any(-1)
         return Estimates(advantages[:, None], signal[:, None], ~rewards.isnan().all(-1), rewards)
 
 
@@ -146,12 +135,9 @@ class TurnCredit(Credit):
     """One advantage per turn: its return, compared with those of the same turn in the group's other rows.
 
     A turn's return sums the rewards ``("next", "token_rewards", "full")`` (``[T]``) of the turn and of later turns.
-
-    Args:
-        discount: discount of later rewards, per turn.
     """
 
-    discount: float = number_field(1.0, high=1)
+    discount: float = number_field(1.0, high=1)  # discount of later rewards, per turn
     reads: ClassVar[tuple[NestedKey, ...]] = (keys.REWARD, keys.TOKEN_REWARDS, keys.TOKENS, keys.ACTION_MASK)
     per_token: ClassVar[bool] = True
 
@@ -186,12 +172,9 @@ class TokenCredit(Credit):
     .. math:: A_{it} = G_{it} - (R_i - A_i)
 
     :math:`R_i` is the return of the first action token and :math:`A_i` its advantage under the estimator.
-
-    Args:
-        discount: discount of later rewards and of the KL, per action token.
     """
 
-    discount: float = number_field(1.0, high=1)
+    discount: float = number_field(1.0, high=1)  # discount of later rewards and of the KL, per action token
     reads: ClassVar[tuple[NestedKey, ...]] = TurnCredit.reads
     per_token: ClassVar[bool] = True
 
@@ -255,3 +238,68 @@ def _refuse_prompt_baseline(estimator: Estimator, credit: Credit, unit: str) -> 
             f"estimator={estimator_name(estimator)} keeps one baseline for each prompt, but {credit} requires one for "
             f"each {unit}: use credit='trajectory' or 'token'"
         )
+
+
+_KEYS = {"prompt": keys.PROMPT_ID, "role": keys.ROLE_ID}
+
+
+class RunningBaseline:
+    r"""Estimator that subtracts an exponential moving average of the rewards of the prompt, or role, in earlier draws.
+
+    .. math:: A_i = r_i - b_p, \qquad b_p \leftarrow d \, b_p + (1 - d) \, \bar r_g
+
+    All rows of a group use the baseline from before the group. A row's baseline does not depend on the row, and even a
+    group of one row has a signal. Groups update it in the order of their index. A group in which all rows abstain
+    changes nothing. ``"prompt_id"`` tells prompts apart, and ``"role_id"`` roles (:class:`~torchrl_rloo.data.Role`).
+
+    Args:
+        decay: :math:`d`, weight of the old average, in ``[0, 1)``.
+        initial: baseline of a prompt, or role, that was never drawn.
+        by: ``"prompt"``, or ``"role"`` for one baseline for each role over all prompts.
+
+    Attributes:
+        baselines: current baseline of each prompt or role that was drawn, by its id.
+        key: entry of rows with that id.
+
+    Raises:
+        ValueError: if ``decay`` is out of range, or ``by`` is unknown.
+
+    Example:
+        >>> baseline = RunningBaseline(decay=0.5)
+        >>> group, prompt = torch.tensor([0]), torch.tensor([7])
+        >>> [baseline(torch.tensor([1.0]), group, prompt).item() for _ in range(3)]
+        [1.0, 0.5, 0.25]
+    """
+
+    rescales, needs_group, wants_prompts = False, False, True
+
+    def __init__(self, *, decay: float = 0.9, initial: float = 0.0, by: Literal["prompt", "role"] = "prompt"):
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay} must be at least 0 and below 1")
+        if by not in _KEYS:
+            raise ValueError(f"by={by!r} must be one of {list(_KEYS)}")
+        self.decay, self.initial, self.key = decay, initial, _KEYS[by]
+        self.baselines: dict[int, float] = {}
+
+    def __call__(self, rewards: torch.Tensor, groups: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+        """Return the advantages of the rows, and update the baselines.
+
+        Shapes: ``rewards [N]``, ``groups [N]``, ``prompts [N]`` to ``[N]``.
+        """
+        advantages = torch.zeros_like(rewards)
+        for group in groups.unique().tolist():
+            rows = (groups == group) & ~rewards.isnan()
+            if rows.any():
+                prompt, earned = int(prompts[rows][0]), rewards[rows].double()
+                baseline = self.baselines.get(prompt, self.initial)
+                advantages[rows] = (earned - baseline).to(rewards.dtype)
+                self.baselines[prompt] = self.decay * baseline + (1 - self.decay) * earned.mean().item()
+        return advantages
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the baselines for a checkpoint."""
+        return {"baselines": dict(self.baselines)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the baselines."""
+        self.baselines = dict(state["baselines"])

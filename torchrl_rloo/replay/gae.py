@@ -1,20 +1,22 @@
-"""Generalized advantage estimation over tokens, with targets for the critic."""
+"""Generalized advantage estimation over tokens, with targets for the critic; transforms that need no tokens."""
 
 from __future__ import annotations
 
 import torch
 from tensordict import TensorDictBase
 from torch import distributed
+from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import gather_actions, micro_batches, ragged, spread_actions, stack_rows
 from torchrl_rloo.functional.advantages import whiten
-from torchrl_rloo.functional.gae import gae
-from torchrl_rloo.modules.value import ValueHead
+from torchrl_rloo.functional.returns import gae
+from torchrl_rloo.modules.heads import ValueHead
 from torchrl_rloo.objectives.kl import KL
-from torchrl_rloo.objectives.ranks import make_reducer
+from torchrl_rloo.objectives.step import make_reducer
+from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.credit import check_token_rewards
-from torchrl_rloo.replay.transform import BufferTransform
+from torchrl_rloo.replay.pending import BufferTransform
 
 
 class TokenGAE(BufferTransform):
@@ -31,7 +33,7 @@ class TokenGAE(BufferTransform):
     Args:
         value_head: critic that estimates the values; its weights are not part of the transform's state.
         discount: discount from one action token to the next.
-        lam: weight of longer returns, see :func:`~torchrl_rloo.functional.gae.gae`.
+        lam: weight of longer returns, see :func:`~torchrl_rloo.functional.returns.gae`.
         kl: :class:`~torchrl_rloo.objectives.KL` with ``where="token"``. It subtracts the coefficient times the KL to
             the reference from each token's reward (Ouyang et al. 2022, arXiv 2203.02155), and requires reference
             log-probs in the rows. None disables it.
@@ -140,3 +142,41 @@ def _token_rewards(row: TensorDictBase) -> torch.Tensor:
     mask = row[keys.ACTION_MASK]
     last = mask & (mask.cumsum(0) == mask.sum())
     return torch.where(last, row[keys.REWARD].reshape(()), 0.0)
+
+
+def check_works_on_metadata(transform: Transform, groups_per_batch: int | None = None) -> None:
+    """Raise if a transform of the buffer reads tokens, which :func:`~torchrl_rloo.data.metadata.metadata_of` drops.
+
+    These work: every estimator of :class:`MCAdvantage`, also a :class:`~torchrl_rloo.replay.RunningBaseline`; the
+    credits ``"trajectory"`` and ``"normalize_then_sum"``; both normalizations; ``ZeroSignalFilter`` and
+    ``TopKSelector``. Shaping and rewards of turns work as far as they change the trajectory's reward, since they run
+    in the environment, which has the tokens.
+
+    Args:
+        transform: transform of the replay buffer.
+        groups_per_batch: number of groups of each step. None does not check the groups to normalize together.
+
+    Raises:
+        ValueError: for credit per turn or per token, a KL per token, a critic, or a normalization that would hold
+            groups back for a later step.
+    """
+    if isinstance(transform, TokenGAE):
+        raise ValueError("TokenGAE reads the tokens of rows and cannot work on metadata; use MCAdvantage")
+    if not isinstance(transform, MCAdvantage):
+        return
+    if transform.credit.per_token:
+        raise ValueError(
+            f"credit={transform.credit} reads the tokens of rows and cannot work on metadata; use credit='trajectory' "
+            "or 'normalize_then_sum'"
+        )
+    if transform.kl is not None:
+        raise ValueError(
+            f"kl={transform.kl} gives each token an advantage and cannot work on metadata; use where='reward' or 'loss'"
+        )
+    if transform.normalize is None or groups_per_batch is None:
+        return
+    if groups_per_batch % transform.normalize.groups:
+        raise ValueError(
+            f"normalize.groups={transform.normalize.groups} must divide the {groups_per_batch} groups of a step, since "
+            "a rank keeps its rows for one step only"
+        )

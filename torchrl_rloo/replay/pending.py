@@ -1,4 +1,4 @@
-"""Groups that wait for their missing rows, and complete groups that wait to leave together."""
+"""Base of transforms that act on rows that enter a buffer, and the groups that wait there for their missing rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, Transform
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.plain import from_plain, to_plain
+from torchrl_rloo.data.packed import from_plain, to_plain
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -22,19 +23,10 @@ class PendingGroups:
 
     Rows may arrive in any order and in any number of batches.
 
-    Args:
-        num_generations: members of a group. None reads each row's ``"group_size"``.
-        groups_per_batch: number of complete groups that leave together. None lets each leave at once.
-        max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
-        part: first word of the counters.
-
     Attributes:
         counts: ``"<part>/groups"`` and ``"<part>/rows"`` that left; ``"<part>/expired_groups"`` and
             ``"<part>/expired_rows"``, dropped while incomplete; ``"<part>/late_rows"``, dropped because their group was
             complete or dropped before they arrived.
-
-    Raises:
-        ValueError: if a number is out of range.
     """
 
     REMEMBERED_GROUPS = 100_000
@@ -86,13 +78,6 @@ class PendingGroups:
         """Take rows in and return the batches of groups that leave, in the order in which they became complete.
 
         No row is taken in if an error is raised.
-
-        Args:
-            rows: rows of any groups, each with batch size ``[]``.
-
-        Raises:
-            ValueError: if a row's group size differs from ``num_generations``, or from that of its group's other rows.
-            KeyError: if a row has no group size and ``num_generations`` is None.
         """
         sizes = [self._size(row) for row in rows]
         self._check_sizes(rows, sizes)
@@ -183,3 +168,18 @@ class PendingGroups:
         self._released = OrderedDict.fromkeys(state["left"])
         self.counts.clear()
         self.counts.update(state["counts"])
+
+
+class BufferTransform(Transform):
+    """Base of replay-buffer transforms: ``_inv_call`` receives rows on their way into the buffer."""
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Note the ``Compose`` that has this transform; refuse an environment."""
+        super().set_container(container)
+        if self.parent is not None:
+            name = type(self).__name__
+            raise TypeError(f"{name} acts on rows that enter a replay buffer; use ReplayBuffer(transform={name}(...))")
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return sampled rows as they are: the transform acts when rows enter the buffer."""
+        return tensordict

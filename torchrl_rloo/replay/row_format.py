@@ -65,22 +65,7 @@ _DECODERS = {name: decode for name, _, _, decode in _CODECS}
 
 
 def encode_rows(packed: PackedRows, index: Mapping[str, Any]) -> bytes:
-    """Encode packed rows as the content of a file.
-
-    Args:
-        packed: packed rows. A ``History`` is stored as its messages, each with role and content.
-        index: JSON values that :func:`decode_index` returns.
-
-    Raises:
-        ValueError: if a column has a value that cannot be stored.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> from torchrl_rloo.data import pack_rows, stack_rows
-        >>> content = encode_rows(pack_rows(stack_rows([TensorDict(ids=torch.arange(3))])), {"groups": 1})
-        >>> decode_index(content), decode_rows(content).tensors
-        ({'groups': 1}, {'ids': tensor([0, 1, 2])})
-    """
+    """Encode packed rows as the content of a file."""
     # Name the tensors, and narrow their integers
     tensors = {_name("rows", key): value for key, value in packed.tensors.items()}
     tensors |= {_name("shapes", key): value for key, value in packed.shapes.items()}
@@ -97,11 +82,7 @@ def encode_rows(packed: PackedRows, index: Mapping[str, Any]) -> bytes:
 
 
 def split_header(content: bytes) -> bytes:
-    """Return the header of a file from its first bytes, with the length in front.
-
-    Raises:
-        ValueError: if ``content`` ends before the header does.
-    """
+    """Return the header of a file from its first bytes, with the length in front."""
     size = int.from_bytes(content[:8], "little")
     if len(content) < 8 or size > _MAX_HEADER_BYTES or len(content) < 8 + size:
         raise ValueError(f"{len(content)} bytes must contain a header of {size} bytes")
@@ -109,11 +90,7 @@ def split_header(content: bytes) -> bytes:
 
 
 def decode_index(content: bytes) -> Any:
-    """Return the index of a file, given its header or all of it.
-
-    Raises:
-        ValueError: if the header is not that of a file of rows.
-    """
+    """Return the index of a file, given its header or all of it."""
     try:
         return json.loads(_metadata(content)["index"])
     except (LookupError, TypeError, RecursionError) as error:
@@ -121,14 +98,7 @@ def decode_index(content: bytes) -> Any:
 
 
 def decode_rows(content: bytes) -> PackedRows:
-    """Decode the content of a file. Nothing in it can name code: structures are those of an allow-list.
-
-    Args:
-        content: all bytes of the file, which may come from anywhere.
-
-    Raises:
-        ValueError: if the content is damaged or is not a file of rows.
-    """
+    """Decode the content of a file. Nothing in it can name code: structures are those of an allow-list."""
     try:
         expected = _metadata(content)["checksum"]
         tensors = safetensors.torch.load(content)
@@ -154,9 +124,9 @@ def decode_rows(content: bytes) -> PackedRows:
 def _metadata(content: bytes) -> dict[str, str]:
     header = json.loads(split_header(content)[8:])
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    found = metadata.get("format") if isinstance(metadata, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"format={found!r:.80} must be {FORMAT!r}; read it with the version that wrote it")
+    version = metadata.get("format") if isinstance(metadata, dict) else None
+    if version != FORMAT:
+        raise ValueError(f"format={version!r:.80} must be {FORMAT!r}; read it with the version that wrote it")
     return metadata
 
 

@@ -168,7 +168,7 @@ class SequenceClassifier:
 
     def _load(self) -> tuple[torch.nn.Module, Any]:
         """Return the model and its tokenizer; load and check them once."""
-        from torchrl_rloo.data.dtypes import parse_dtype
+        from torchrl_rloo.runtime.lookup import parse_dtype
 
         if self._loaded is None:
             place = "cpu" if self.offload else self.device
@@ -188,7 +188,7 @@ class SequenceClassifier:
     def _load_tokenizer(self, model: torch.nn.Module) -> Any:
         from transformers import AutoTokenizer
 
-        from torchrl_rloo.data.hub import HUB_KWARGS
+        from torchrl_rloo.runtime.lookup import HUB_KWARGS
 
         source = self.tokenizer
         if source is None:
@@ -249,7 +249,7 @@ def load_classifier(
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    from torchrl_rloo.data.dtypes import parse_dtype
+    from torchrl_rloo.runtime.lookup import parse_dtype
 
     torch_dtype = parse_dtype(dtype)
     # Adapters do not contain the weights of their base model

@@ -1,16 +1,25 @@
-"""Names in a configuration: near matches, objects at dotted paths, and async functions, without slow imports."""
+"""Names in a configuration: near matches, objects at dotted paths, dtypes, and choices; without slow imports.
+
+A choice is a setting given as a name, as a mapping with a name and fields, or as an object.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _MAX_HUB_ID = 200  # characters: the hub allows 96 for each part
@@ -102,3 +111,89 @@ def is_async(function: Callable[..., Any]) -> bool:
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name such as ``"bfloat16"``.
+
+    Raises:
+        ValueError: if torch has no dtype of that name.
+
+    Example:
+        >>> parse_dtype("bfloat16")
+        torch.bfloat16
+    """
+    import torch  # takes 2 s
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={name!r} is not a torch dtype; use 'float32' or 'bfloat16'")
+    return dtype
+
+
+HUB_KWARGS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+
+
+def resolve(argument: str, spec: Any, table: Mapping[str, Any]) -> Any:
+    """Build the object that ``spec`` describes.
+
+    Args:
+        argument: name of the argument, for errors.
+        spec: name in ``table``, mapping ``{"name": name, field: value, ...}``, or object that is returned unchanged.
+        table: dataclasses, functions or other objects by name. Only dataclasses have fields.
+
+    Returns:
+        An instance of the dataclass, the entry of ``table``, or ``spec`` itself.
+
+    Raises:
+        ValueError: if a name, field or value is invalid, or a required field is missing.
+
+    Example:
+        >>> from torchrl_rloo.functional import SURROGATES
+        >>> resolve("surrogate", {"name": "clip", "low": 0.1, "high": 0.3}, SURROGATES)
+        Clip(low=0.1, high=0.3, dual=None)
+    """
+    # Return an object that is already built
+    if not isinstance(spec, (str, Mapping)):
+        classes = tuple(entry for entry in table.values() if isinstance(entry, type))
+        if isinstance(spec, classes) or (callable(spec) and not isinstance(spec, type)):
+            return spec
+        raise ValueError(f"{argument}={spec!r} must be one of {sorted(table)}, a mapping with a name, or an object")
+    # Find the entry by its name
+    settings = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = settings.pop("name", None)
+    if name not in table:
+        raise ValueError(f"{argument}={name!r} is unknown{did_you_mean(str(name), table)}; valid: {sorted(table)}")
+    # Check the fields: functions and other objects have none
+    entry = table[name]
+    known = {f.name: f for f in fields(entry)} if isinstance(entry, type) else {}
+    for key in settings:
+        if key not in known:
+            hint = f"valid: {sorted(known)}" if known else "it has no fields"
+            raise ValueError(f"{argument}={name!r}: unknown field {key!r}{did_you_mean(key, known)}; {hint}")
+    required = (f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING)
+    if missing := [key for key in required if key not in settings]:
+        raise ValueError(f"{argument}={name!r} requires {missing}: set {argument}={{name: {name}, {missing[0]}: ...}}")
+    return entry(**settings) if isinstance(entry, type) else entry
+
+
+def number_field(default: Any = MISSING, *, low: float = 0.0, high: float = math.inf, above: bool = False) -> Any:
+    """Declare a :class:`Choice` field: a number in ``[low, high]``, without ``low`` itself if ``above`` is True."""
+    return field(default=default, metadata={"limits": (low, high, above)})
+
+
+class Choice:
+    """Base class of frozen dataclasses that check the fields declared with :func:`number_field`."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if "limits" in f.metadata and not (value is None and f.default is None):
+                self._check(f.name, value, *f.metadata["limits"])
+
+    def _check(self, name: str, value: Any, low: float, high: float, above: bool = False) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (above and value == low):
+            least = f"above {low:g}" if above else f"of at least {low:g}"
+            most = "" if high == math.inf else f" and at most {high:g}"
+            raise ValueError(f"{type(self).__name__}: {name}={value!r} must be a number {least}{most}")

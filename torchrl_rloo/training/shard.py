@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.engines.root import adopt, call_root, is_distributed
-from torchrl_rloo.four_bit import check_shardable
 from torchrl_rloo.modules.context_parallel import split_tokens
+from torchrl_rloo.runtime.lookup import parse_dtype
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training.parallel_tensor import split_layers
+from torchrl_rloo.weight_update.four_bit import check_shardable
 from torchrl_rloo.weight_update.protocol import device_sum
 from torchrl_rloo.weight_update.shards import reshard
 

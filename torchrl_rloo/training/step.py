@@ -15,11 +15,11 @@ from torchrl.data import ReplayBuffer
 from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.merging import merge_identical as merge
+from torchrl_rloo.data.metadata import shares_of
 from torchrl_rloo.data.notices import notify_once
+from torchrl_rloo.data.rows import merge_identical as merge
 from torchrl_rloo.data.rows import micro_batches, unbind_rows
 from torchrl_rloo.data.segments import split_segments
-from torchrl_rloo.data.share import shares_of
 from torchrl_rloo.engines.root import set_gradient_sync
 from torchrl_rloo.replay.filters import drop_zero_advantage
 from torchrl_rloo.runtime.ranks import Ranks
@@ -87,7 +87,7 @@ def accumulate(
         merge_identical: True runs rows with equal tokens once, with their multiplicity.
         ranks: ranks that share the step, after :func:`~torchrl_rloo.training.shard_model`. None trains alone.
         rows_of: function from the batch to this rank's rows of it, such as
-            :meth:`~torchrl_rloo.data.own_rows.OwnRows.rows_of`. Every row belongs to one rank. None takes the batch as
+            :meth:`~torchrl_rloo.data.metadata.OwnRows.rows_of`. Every row belongs to one rank. None takes the batch as
             rows.
         reduce: ``"last_pass"`` reduces gradients over ranks once. ``"every_pass"`` reduces them in each pass, so that
             FSDP never holds the gradient of the whole model.

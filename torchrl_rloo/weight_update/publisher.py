@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from torchrl_rloo.rotary import check_engine_frequencies
 from torchrl_rloo.runtime.ranks import RankError
 from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Peer, Snapshot, StepError
+from torchrl_rloo.weight_update.rotary import check_engine_frequencies
 from torchrl_rloo.weight_update.shards import sharing_ranks
 from torchrl_rloo.weight_update.source import GatherError
 from torchrl_rloo.weight_update.target import (

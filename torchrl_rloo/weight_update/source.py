@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchrl_rloo.four_bit import compute_dtype, dequantize, is_four_bit
 from torchrl_rloo.runtime.ranks import Ranks
+from torchrl_rloo.weight_update.four_bit import compute_dtype, dequantize, is_four_bit
 from torchrl_rloo.weight_update.protocol import TensorInfo, unpack
 from torchrl_rloo.weight_update.shards import (
     SENDER,

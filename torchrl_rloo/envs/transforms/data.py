@@ -20,7 +20,7 @@ from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import make_non_tensor, rows_to_reset, stack_rows
 from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.envs.turn_transform import EnvTransform
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.envs.abstaining import is_abstaining
 from torchrl_rloo.envs.turn_transform import EnvTransform
 from torchrl_rloo.functional.kl import KL_ESTIMATORS, KLEstimator, kl_penalized_reward
-from torchrl_rloo.modules.recording import Scorer, record_log_probs
+from torchrl_rloo.modules.reference import Scorer, record_log_probs
 from torchrl_rloo.runtime.ranks import Ranks
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 
 class KLRewardTransform(EnvTransform):

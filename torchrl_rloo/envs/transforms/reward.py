@@ -20,7 +20,7 @@ from torchrl_rloo.data.segments import action_ids, refuse_segments
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
 from torchrl_rloo.envs.turn_transform import EnvTransform
-from torchrl_rloo.functional import combine_rewards
+from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.protocol import MAX_HISTORY, RewardBatch, RewardFunction, TrainerState
 from torchrl_rloo.rewards.quarantine import Quarantine

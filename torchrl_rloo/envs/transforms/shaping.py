@@ -31,13 +31,13 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 
 from torchrl_rloo.envs.turn_transform import EnvTransform
-from torchrl_rloo.functional.rewards import combine_rewards
-from torchrl_rloo.functional.shaping import (
+from torchrl_rloo.functional.rewards import (
     TRUNCATION_MODES,
     Moments,
     TruncationMode,
     calibrate_scores,
     column_moments,
+    combine_rewards,
     decay_moments,
     merge_moments,
     normalize_scores,
@@ -248,7 +248,7 @@ class TruncationPolicy(ShapingTransform):
     ``"scale"``, and ``"replace"`` with a negative value, are the two forms of ProRL v2's stop-properly penalty.
 
     The return meant here is the contribution of the chosen functions, :math:`\sum_k w_k r_k`. Their scores are changed
-    to give it (:func:`~torchrl_rloo.functional.shaping.shape_truncated_scores`); ``clip_range`` applies afterwards.
+    to give it (:func:`~torchrl_rloo.functional.rewards.shape_truncated_scores`); ``clip_range`` applies afterwards.
     ``"abstain"`` on some of the functions keeps the scores of the others. To mask the tokens of truncated rows but keep
     their return, use the loss's ``mask_truncated_completions``.
 

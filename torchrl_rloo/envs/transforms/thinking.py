@@ -11,7 +11,7 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.runtime import event_loop
-from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 
 class AddThinkingPrompt(TurnTransform):

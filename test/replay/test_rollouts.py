@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import NonTensorData
 
 from support.collected_rows import check_same_rows
 from support.fork_server import ForkServer
@@ -19,8 +18,8 @@ from support.stored_rows import make_groups, make_row
 from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.data import concatenate, keys, stack_rows, tensor_rows
 from torchrl_rloo.embedded import build_tokenizer
-from torchrl_rloo.replay import RolloutFileError, RolloutFiles, RolloutWriter, export_parquet, vocabulary_hash
-from torchrl_rloo.replay.row_files import StoredGroup
+from torchrl_rloo.replay import RolloutFiles, RolloutWriter, run_id
+from torchrl_rloo.replay.rollouts import RolloutFileError, StoredGroup, vocabulary_hash
 
 HASH = "0" * 64
 
@@ -220,22 +219,59 @@ def test_killed_writers_leave_whole_groups_and_others_go_on(tmp_path: Path, fork
     assert not left.exists()
 
 
-def test_an_export_has_a_line_for_each_row(tmp_path: Path) -> None:
-    import pyarrow.parquet as parquet
-
-    out = writer(tmp_path)
-    out.extend(make_groups(1))
-    rows = [row.set("answer", NonTensorData(f"text {i}")) for i, row in enumerate(make_groups(2).unbind(0))]
-    out.extend(stack_rows(rows))
-    assert export_parquet(RolloutFiles(tmp_path), tmp_path / "rows.parquet") == 4
-    lines = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
-    assert [line["reward"] for line in lines] == [0, 1, 0, 1] and [line["tokens"] for line in lines] == [12, 13] * 2
-    assert [line["answer"] for line in lines] == [None, None, "text 0", "text 1"]
-    assert json.loads(lines[2]["query"]) == [{"role": "user", "content": "question 2"}]
-    assert lines[0]["action_tokens"] == 6 and lines[0]["group_id"] == 1 and lines[0]["num_tool_calls"] is None
-    assert not list(tmp_path.glob(".incomplete*"))
-
-
 def test_rows_read_by_group_join_to_the_stored_batch(tmp_path: Path) -> None:
     writer(tmp_path, groups_per_file=1).extend(make_groups(1, 2, 3))
     check_same_rows(concatenate([rows for _, rows in RolloutFiles(tmp_path).groups()]), make_groups(1, 2, 3))
+
+
+def steps(folder: Path) -> list[int | None]:
+    return [file.step for file in RolloutFiles(folder).files()]
+
+
+def test_the_oldest_files_beyond_the_limit_are_removed(tmp_path):
+    out = writer(tmp_path, writer="0123abcd")
+    for step in range(1, 6):
+        out.step = step
+        out.extend(make_groups(step))
+    size = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    again = writer(tmp_path, writer="0123abcd", max_bytes=3 * size + 10)  # counts the files of the first
+    again.step = 6
+    again.extend(make_groups(6))
+    assert steps(tmp_path) == [4, 5, 6] and again.counts["storage/removed_files"] == 3
+    small = writer(tmp_path, writer="0123abcd", max_bytes=1)
+    small.step = 7
+    small.extend(make_groups(7))
+    assert steps(tmp_path) == [7]
+
+
+def test_a_resumed_run_removes_the_rows_of_later_steps(tmp_path):
+    out = writer(tmp_path / "rows", writer=run_id(tmp_path), notes={"rewards": ["a"]})
+    for step in (1, 2, 3):
+        out.step = step
+        out.extend(make_groups(step))
+    again = writer(tmp_path / "rows", writer=run_id(tmp_path))
+    again.rewind(2)
+    again.step = 3
+    again.extend(make_groups(9))
+    files = RolloutFiles(tmp_path / "rows")
+    assert steps(tmp_path / "rows") == [1, 2, 3] and files.notes() == {"rewards": ["a"]}
+    assert [group.group_id for group, _ in files.groups(step=3)] == [9]
+    again.rewind(0)
+    assert steps(tmp_path / "rows") == [] and files.notes() == {}
+
+
+def test_the_rows_of_another_run_are_kept(tmp_path):
+    writer(tmp_path / "rows", writer=run_id(tmp_path / "one")).extend(make_groups(1))
+    other = writer(tmp_path / "rows", writer=run_id(tmp_path / "two"))
+    with pytest.raises(ValueError, match="has rows of another run .* set another folder, or remove it"):
+        other.rewind(0)
+    assert steps(tmp_path / "rows") == [None]
+
+
+def test_ids_and_limits_are_checked(tmp_path):
+    assert run_id(tmp_path) == run_id(tmp_path)
+    (tmp_path / "run_id").write_text("../../x")
+    with pytest.raises(ValueError, match="must be 8 hexadecimal digits"):
+        run_id(tmp_path)
+    with pytest.raises(ValueError, match="max_bytes=0 must be None or at least 1"):
+        writer(tmp_path / "rows", max_bytes=0)

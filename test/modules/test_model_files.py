@@ -17,7 +17,7 @@ from support.fork_server import ForkServer
 from support.rank_scripts import EndedRanks, become_rank, run_checks, run_ranks
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.modules import add_adapter, load_model, load_shards, save_model
-from torchrl_rloo.modules.sharded_files import save_on_all
+from torchrl_rloo.modules.model_files import save_on_all
 from torchrl_rloo.runtime.ranks import RankError, Ranks
 from torchrl_rloo.training import shard_model
 

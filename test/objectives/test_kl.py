@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
+from torchrl_rloo.objectives.kl import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 
 
 def test_the_kl_coefficient_follows_a_slow_loop():

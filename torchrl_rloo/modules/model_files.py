@@ -1,23 +1,32 @@
-"""Sharded models in Hugging Face files: saved tensor by tensor, loaded shard by shard.
+"""Models in Hugging Face files: saved whole, merged, or tensor by tensor from shards; loaded shard by shard.
 
-No rank ever has the whole model. Both are collective calls: all ranks make them.
+No rank ever has the whole of a sharded model. Its saving and loading are collective calls: all ranks make them.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 
 from torchrl_rloo.engines.root import replica_of
-from torchrl_rloo.runtime.files import atomic_write, write_text
+from torchrl_rloo.modules.policies import adapter_disabled
+from torchrl_rloo.runtime.files import atomic_write, explained, make_folder, write_text
 from torchrl_rloo.runtime.ranks import RankError
 from torchrl_rloo.weight_update.shards import gather, is_sender, is_sharded, reshard
+from torchrl_rloo.weight_update.source import WeightSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 MAX_FILE_SIZE = "50GB"  # as Transformers has it
 _DTYPES = {
@@ -45,16 +54,6 @@ def save_on_all(model: nn.Module, folder: Path, save_rest: Callable[[], Any], *,
     """Save a model from all ranks, as ``model.save_pretrained`` of one process would; rank 0 writes.
 
     A sharded model is gathered and written tensor by tensor. An adapter is gathered whole, because it is small.
-
-    Args:
-        model: Transformers model or its LoRA adapter, on all ranks.
-        folder: existing folder.
-        save_rest: function that saves everything else, called on rank 0 first.
-        max_size: largest size of one file.
-
-    Raises:
-        OSError: if rank 0 cannot write.
-        RankError: on the other ranks, in that case.
     """
     if is_sharded(model):
         reshard(model)
@@ -182,8 +181,8 @@ def _write_files(
         with atomic_write(folder / file_name) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                found, tensor = next(whole)
-                assert found == name
+                tensor_name, tensor = next(whole)
+                assert tensor_name == name
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     if len(files) > 1:
         total = sum(state[name].numel() * state[name].itemsize for names in files.values() for name in names)
@@ -236,11 +235,107 @@ def _check_complete(
     assigned: Mapping[str, torch.Tensor],
 ) -> None:
     """Raise unless the files have each tensor in its shape, and so every new tensor is filled."""
-    found = {id(tensor) for key, tensor in assigned.items() if key.replace(".base_layer.", ".") in filled}
-    missing = [key for key, tensor in assigned.items() if id(tensor) not in found]
+    filled_ids = {id(tensor) for key, tensor in assigned.items() if key.replace(".base_layer.", ".") in filled}
+    missing = [key for key, tensor in assigned.items() if id(tensor) not in filled_ids]
     wrong = [key for key, tensor in filled.items() if saved[key].size != tensor.shape]
     if missing or wrong:
         raise ValueError(
             f"the files of {type(model).__name__} have no tensors {missing[:3]} and other shapes of {wrong[:3]}: they "
             "may belong to another model, or need a conversion; load the model whole (meta=False)"
         )
+
+
+def save_merged(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | os.PathLike,
+    *,
+    adapter: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Save the weights that a model computes with: the adapter merged, 4-bit weights dequantized.
+
+    peft's ``merge_and_unload`` rounds merged weights to 4 bits again, which changes the model. This function does not,
+    and leaves the model as it is. It needs host memory for the whole float weights.
+
+    Args:
+        model: model, with or without adapter. If it is sharded, all ranks must call, and rank 0 saves.
+        tokenizer: tokenizer of the model.
+        folder: output directory, created if missing, see :func:`~torchrl_rloo.modules.save_model`.
+        adapter: whether to merge the adapter. False saves the base model, for engines that receive the adapter.
+        dtype: dtype of the saved weights; None keeps that of the model, for 4-bit weights that of their products.
+
+    Returns:
+        ``folder`` as a path.
+
+    Raises:
+        ValueError: if the adapter cannot be merged, see :class:`~torchrl_rloo.weight_update.WeightSource`.
+
+    Example::
+
+        model, tokenizer = load_model("Qwen/Qwen2.5-1.5B", quantization="nf4")
+        model = add_adapter(model, {"r": 16, "target_modules": "all-linear"})
+        save_merged(model, tokenizer, "merged")
+    """
+    with nullcontext() if adapter else adapter_disabled(model):
+        source = WeightSource(model, dtype=dtype)
+        state = {}
+        for number, info in enumerate(source.manifest()):  # one tensor at a time on the model's device
+            (tensor,) = source.tensors(number, number + 1)
+            if source.sends:
+                state[info.name] = tensor.cpu()
+    if not source.sends:
+        return Path(folder)
+    # A model without memory takes the tensors, under a configuration that no longer names a quantization
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = copy.deepcopy(base.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = dtype or config.dtype
+    with torch.device("meta"):
+        merged = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))(config)
+    merged.load_state_dict(state, strict=False, assign=True)
+    merged.tie_weights()
+    merged.generation_config = base.generation_config
+    return save_model(merged, tokenizer, folder)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> Path:
+    """Save a model with its tokenizer in Hugging Face format.
+
+    If :func:`~torchrl_rloo.training.shard_model` distributed the model over ranks, all ranks must call this. Rank 0
+    writes, and a sharded model is gathered tensor by tensor.
+
+    It first deletes weights in the folder: weights of an earlier model, such as an adapter, would be loaded with these.
+    It also deletes symbolic links, through which the files would be written elsewhere.
+
+    Args:
+        model: model, or its LoRA adapter.
+        tokenizer: tokenizer of the model.
+        folder: output directory, created if missing.
+
+    Returns:
+        ``folder`` as a path.
+    """
+    folder = Path(folder)
+    if is_collective(model):
+        save_on_all(model, folder, lambda: _save_tokenizer(tokenizer, folder))
+        return folder
+    _save_tokenizer(tokenizer, folder)
+    with explained(folder):
+        model.save_pretrained(folder)
+    return folder
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer in a folder without weights and links."""
+    make_folder(folder)
+    for stale in (
+        *(path for path in folder.iterdir() if path.is_symlink()),
+        *folder.glob("*.safetensors"),
+        *folder.glob("*.safetensors.index.json"),
+        folder / "adapter_config.json",
+    ):
+        stale.unlink(missing_ok=True)
+    with explained(folder):
+        tokenizer.save_pretrained(folder)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_rloo.functional import AGGREGATIONS, SURROGATES, Clip, ConstantLength, resolve
-from torchrl_rloo.functional.aggregation import token_mean
+from torchrl_rloo.functional import AGGREGATIONS, SURROGATES, Clip
+from torchrl_rloo.functional.policy_loss import ConstantLength, token_mean
+from torchrl_rloo.runtime.lookup import resolve
 
 
 def mine(log_ratio, advantages, log_probs, old_log_probs):
