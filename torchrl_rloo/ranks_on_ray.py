@@ -190,7 +190,7 @@ def launch_on_ray(
 
     Ranks of one node have consecutive numbers. Each has the variables of its node, ``PYTHONPATH`` of this process, the
     variables of ``torchrun`` and ``RAY_ADDRESS``. Output, signals and ends are those of
-    :func:`~torchrl_rloo.runtime.ranks_launch.launch`.
+    :func:`~torchrl_rloo.cli.ranks.launch`.
 
     Args:
         command: arguments of Python, which is that of each node.
