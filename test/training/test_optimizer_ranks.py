@@ -1,4 +1,4 @@
-"""Optimizer steps of two ranks with shards: weights, norms and states are those of one process.
+"""Optimizer steps of two ranks with shards: weights, norms and states are those of one process, and copies stay equal.
 
 As a script, this file runs one rank. Each check runs in the same two processes.
 """
@@ -25,7 +25,7 @@ from support.rank_training import TOKENIZER, build_model, build_rows
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.runtime.ranks import Ranks
-from torchrl_rloo.training import make_optimizer, make_schedule, optimizer_step, shard_model
+from torchrl_rloo.training import check_copies, make_optimizer, make_schedule, optimizer_step, shard_model
 from torchrl_rloo.training.optimizers import OPTIMIZERS, WHOLE_ONLY
 from torchrl_rloo.training.step import gradient_norm
 
@@ -234,7 +234,23 @@ def check_recomputation(rank: int) -> None:
                 torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max() + 1))
 
 
+def check_drift(rank: int) -> None:
+    """Check that copies of weights that drift apart are named on all ranks."""
+    ranks = Ranks(rank, SIZE, group=distributed.group.WORLD, control=distributed.group.WORLD)
+    for parallel, shard, number in (("ddp", {}, 1), ("fsdp", {"shard_size": 1}, 1), ("fsdp", {}, 2)):
+        model = shard_model(build_model(), ranks, parallel, **shard)
+        assert len(set(check_copies(model, ranks).values())) == number
+        if rank == 1:
+            weight = next(model.parameters())
+            with torch.no_grad():
+                (weight.to_local() if isinstance(weight, DTensor) else weight).view(-1)[0] += 1e-6
+        if number == 1:  # otherwise each rank has other weights
+            with pytest.raises(RuntimeError, match=r"^ranks \[0, 1\] must have equal weights, but their checksums"):
+                check_copies(model, ranks)
+
+
 CHECKS: list[Callable[[int], None]] = [check_norms, check_errors, check_optimizers, check_states, check_recomputation]
+CHECKS += [check_drift]
 
 
 # -------------------------------------------------------------------------------------------------------------- tests

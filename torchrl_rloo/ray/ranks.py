@@ -168,7 +168,7 @@ def launch_on_ray(
 
     Ranks of one node have consecutive numbers. Each has the variables of its node, ``PYTHONPATH`` of this process, the
     variables of ``torchrun`` and ``RAY_ADDRESS``. Output, signals and ends are those of
-    :func:`~torchrl_rloo.runtime.ranks_launch.launch`.
+    :func:`~torchrl_rloo.cli.ranks.launch`.
 
     Each rank reserves ``resources``, such as ``{"CPU": 1, "GPU": 1}``; None is a CPU. ``address`` None takes
     ``RAY_ADDRESS``, or the cluster of this machine. The result is the exit code of the rank that failed first, 128 + N

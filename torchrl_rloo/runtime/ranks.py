@@ -46,8 +46,8 @@ class Ranks:
         rank: number of this process, from 0.
         size: number of processes.
         device: device of this process.
-        group: group of all ranks on the device's backend. None for a single process.
-        control: group of all ranks on the CPU (gloo), for objects and waits. None for a single process.
+        group: group of all ranks on the device's backend; None for a single process.
+        control: group of all ranks on the CPU (gloo), for objects; None for a single process.
         tensor_parallel: consecutive ranks that split the matrices of each layer.
         context_parallel: ranks that split the tokens of each pass; each is a group of ``tensor_parallel`` ranks.
         store: store of the ranks, through which they tell each other of calls and failures. None names no ranks.
@@ -151,10 +151,7 @@ class Ranks:
         return cls(rank, size, device=device, group=world, control=control, store=store, timeout=timeout, **split)
 
     def make_mesh(self, **shape: int) -> DeviceMesh:
-        """Arrange all ranks in a device mesh, whose groups have the time-out of the ranks; a collective call.
-
-        ``shape`` has the size of each dimension by its name, the outermost first.
-        """
+        """Arrange all ranks in a mesh of dimensions, the outermost first, whose groups have the ranks' time-out."""
         mesh = init_device_mesh(self.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         if self.timeout is not None:
             for group in mesh.get_all_groups():
@@ -170,7 +167,7 @@ class Ranks:
         """
         started = time.monotonic()
         self._names.append(name)
-        where = self._where()
+        where = ", ".join(filter(None, [*self._names, self.place]))
         self._calls, self._last = self._calls + 1, f"in {where}"
         if self.store is not None:
             with suppress(RuntimeError):  # without a store the ranks end in the collective
@@ -207,7 +204,7 @@ class Ranks:
             if not self.is_main:
                 result, text = pickle.loads(message[0])
                 if text is not None:
-                    raise RankError(f"rank 0 failed in {self._where()}: {text}")
+                    raise RankError(f"rank 0 failed {self._last}: {text}")
         return result
 
     def on_main(self, function: Callable[[], T], name: str = "broadcast") -> T | None:
@@ -261,9 +258,6 @@ class Ranks:
                 return
         print(f"error: {first}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODE) from None
-
-    def _where(self) -> str:
-        return ", ".join([*self._names, *([self.place] if self.place else [])])
 
     def _blame(self, error: BaseException, waited: str) -> str:
         """Return the first failure of all ranks as a line, after an error of a collective on this one."""
