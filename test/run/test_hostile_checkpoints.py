@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,11 @@ def test_every_length_but_the_whole_is_refused(checkpoints, tmp_path):
             read_state(tmp_path / "part.pt")
 
 
-def deep(levels: int) -> object:
+def shared(levels: int, make: Callable[[object, object], object]) -> object:
+    """Return a value that contains another one twice, over and over: tiny in a file, without end in a copy."""
     value: object = [0]
     for _ in range(levels):
-        value = [value]
+        value = make(value, value)
     return value
 
 
@@ -79,10 +81,15 @@ def endless() -> list:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
+        (shared(60, lambda a, b: [a, b]), "a copy of state would have .* values"),
+        (shared(40, lambda a, b: {"a": (a, b)}), "a copy of state would have .* values"),
         (endless(), "contains itself"),
-        (deep(200), "nested deeper than 100 levels"),
+        (shared(200, lambda a, _: [a]), "nested deeper than 100 levels"),
+        (torch.ones(1).expand(10**6, 10**6), "a copy of state would have .* bytes"),
+        ([torch.ones(2**18).view(2**9, 2**9) for _ in range(2)] * 500, "a copy of state would have .* bytes"),
+        (torch.ones(2**24)[1:].as_strided((2**20, 2**10), (0, 1)), "a copy of state would have .* bytes"),
     ],
-    ids=["cycle", "deep"],
+    ids=["lists", "mappings", "cycle", "deep", "expanded", "views", "strided"],
 )
 def test_a_state_without_an_end_is_refused(tmp_path, value, words):
     torch.save({"step": 1, "a": value}, tmp_path / "a.pt")

@@ -23,6 +23,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _SEQUENCES = (list, tuple, torch.Size)
 _MAPPINGS = (dict, OrderedDict)
 _MAX_DEPTH = 100
+_MAX_GROWTH = 10  # by copying what is shared, such as tied weights, beyond the numbers of values and bytes in _FREE
+_FREE = (1_000_000, 2**26)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -67,33 +69,70 @@ def check_state(value: Any, path: str) -> None:
 
     Raises:
         TypeError: if a value or key has another type.
-        ValueError: if the state is nested too deeply or contains itself.
+        ValueError: if the state is nested too deeply or contains itself. Also if so much of it is shared that a copy,
+            which those who restore it make, would be far larger than its file.
     """
-    _check(value, path, _MAX_DEPTH, {})
+    visit = _Visit()
+    copied = visit.size(value, path, _MAX_DEPTH)
+    for name, size, kept, free in zip(("values", "bytes"), copied, visit.kept(), _FREE, strict=True):
+        if size > free + _MAX_GROWTH * kept:
+            raise ValueError(f"a copy of {path} would have {size} {name}, but {path} has {kept}; share less in it")
 
 
-def _check(value: Any, path: str, depth: int, seen: dict[int, bool]) -> None:
-    """Check a value; ``seen`` has the containers by id, and False for those around the present one."""
-    kind = type(value)
-    if kind in _SCALARS or kind in _TENSORS or seen.get(id(value)):
-        return
-    if id(value) in seen:
-        raise ValueError(f"{path} contains itself")
-    if kind not in _MAPPINGS and kind not in _SEQUENCES:
-        raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, but a checkpoint must contain only tensors, str, "
-            "int, float, bool and None in dicts, lists and tuples"
-        )
-    if not depth:
-        raise ValueError(f"{path:.200} is nested deeper than {_MAX_DEPTH} levels")
-    seen[id(value)] = False
-    if kind in _MAPPINGS:
-        for key in value:
-            _check_key(key, path)
-    for key, item in value.items() if kind in _MAPPINGS else enumerate(value):
-        if type(item) not in _SCALARS:  # most are; paths take time
-            _check(item, f"{path}[{key!r}]", depth - 1, seen)
-    seen[id(value)] = True
+class _Visit:
+    """Visit of a state, once to each container and tensor."""
+
+    def __init__(self):
+        self._sizes: dict[int, tuple[int, int] | None] = {}  # None for containers around the present one
+        self._lengths = 0
+        self._storages: dict[int, int] = {}
+
+    def kept(self) -> tuple[int, int]:
+        """Return the numbers of values and of bytes of tensors that were visited."""
+        return self._lengths, sum(self._storages.values())
+
+    def size(self, value: Any, path: str, depth: int) -> tuple[int, int]:
+        """Check a value, and return the numbers of values and of bytes of tensors that a copy would have."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return 1, 0
+        if id(value) in self._sizes:
+            if (known := self._sizes[id(value)]) is None:
+                raise ValueError(f"{path} contains itself")
+            return known
+        if kind in _TENSORS:
+            found = (1, self._tensor_bytes(value))
+        elif kind not in _MAPPINGS and kind not in _SEQUENCES:
+            raise TypeError(
+                f"{path} is a {kind.__module__}.{kind.__qualname__}, but a checkpoint must contain only tensors, str, "
+                "int, float, bool and None in dicts, lists and tuples"
+            )
+        elif not depth:
+            raise ValueError(f"{path:.200} is nested deeper than {_MAX_DEPTH} levels")
+        else:
+            self._sizes[id(value)] = None
+            found = self._container_size(value, path, depth)
+        self._sizes[id(value)] = found
+        return found
+
+    def _container_size(self, value: Any, path: str, depth: int) -> tuple[int, int]:
+        if type(value) in _MAPPINGS:
+            for key in value:
+                _check_key(key, path)
+        self._lengths += len(value)
+        values, size = len(value), 0
+        for key, item in value.items() if type(value) in _MAPPINGS else enumerate(value):
+            if type(item) not in _SCALARS:  # most are; paths take time
+                inner = self.size(item, f"{path}[{key!r}]", depth - 1)
+                values, size = values + inner[0], size + inner[1]
+        return values, size
+
+    def _tensor_bytes(self, value: torch.Tensor) -> int:
+        if value.layout is not torch.strided:  # it has no single storage
+            return 0
+        storage = value.untyped_storage()
+        self._storages[storage._cdata] = storage.nbytes()
+        return value.numel() * value.element_size()
 
 
 def _check_key(key: Any, path: str) -> None:
