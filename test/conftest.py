@@ -45,7 +45,7 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start
 from torchrl_rloo.envs.tools import Workspace
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import SandboxUnavailableError
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; its children would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -91,7 +91,7 @@ END_OF_TURN = {"llama3": "<|eot|>", "mistral": "</s>", "llama2": "</s>"}  # othe
 
 
 # Parts of the names of tests that need user namespaces
-WORKSPACES = ("test_workspace", "repository", "docs/how-to/tools.md", "envs.tools.workspace")
+WORKSPACES = ("test_workspace", "repository", "docs/how-to/tools.md", "sandbox/workspace.py", "envs/tools/workspace")
 
 
 @cache

@@ -33,6 +33,7 @@ FOLDERS = (
     "weight_update",
     "rewards",
     "data",
+    "sandbox",
     "functional",
     "runtime",
 )

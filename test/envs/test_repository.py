@@ -36,7 +36,7 @@ TESTS = [
 
 def keepers() -> list[int]:
     """Return the processes that keep workspaces of this one."""
-    return children(os.getpid(), "workspace_child.py")
+    return children(os.getpid(), "workspace_keeper.py")
 
 
 def edit(**arguments: object) -> str:

@@ -14,7 +14,7 @@ import pytest
 from support.cheats import CHEATS
 from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, parse_tests, same_output
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxUnavailableError
 
 try:
     Sandbox().close()

@@ -13,7 +13,7 @@ from support import attacks_judge as attacks
 from support.cheats import FORGERIES, RIGHT, UNUSABLE
 from torchrl_rloo.envs.tasks import load_task
 from torchrl_rloo.rewards.code import CodeTests
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxUnavailableError
 
 try:
     Sandbox().close()

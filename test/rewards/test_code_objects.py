@@ -10,7 +10,7 @@ import pytest
 
 from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, read_verdicts
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxUnavailableError
 
 try:
     Sandbox().close()

@@ -10,7 +10,7 @@ import pytest
 
 from torchrl_rloo.rewards.code import CodeTests
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult, SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxResult, SandboxUnavailableError
 
 try:
     Sandbox().close()

@@ -18,9 +18,9 @@ from support.processes import children, descendants, is_gone, wait_until_gone
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardFailure
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
 from torchrl_rloo.runtime import reaper
 from torchrl_rloo.runtime.processes import Guard, HelperProcess, reaped_command, short_environment
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxUnavailableError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reapers require Linux")
@@ -218,10 +218,10 @@ def test_a_worker_keeps_no_zombies(tmp_path: Path, everything_ends: None):
 TRAINER = r"""
 import json, os, signal, sys, threading, time
 from torchrl_rloo.runtime.processes import HelperProcess, reaped_command, short_environment
-from torchrl_rloo.envs.tools.python_sessions import PythonSessions
+from torchrl_rloo.sandbox.sessions import PythonSessions
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox.sandbox import Sandbox
 from support.processes import children, descendants
 def leave(completions, **_):
     exec(completions[0], {})
@@ -326,7 +326,7 @@ def facts(pid: int) -> tuple[str, dict[str, str]]:
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_helpers_have_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch):
-    from torchrl_rloo.envs.tools.python_sessions import PythonSessions
+    from torchrl_rloo.sandbox.sessions import PythonSessions
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

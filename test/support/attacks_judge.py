@@ -10,7 +10,7 @@ import random
 from typing import Any, NamedTuple
 
 from torchrl_rloo.rewards.code import CodeTests
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox.sandbox import Sandbox
 
 
 class Problem(NamedTuple):

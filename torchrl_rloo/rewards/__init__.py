@@ -36,7 +36,6 @@ from torchrl_rloo.rewards.registry import REWARDS, load_reward
 from torchrl_rloo.rewards.remote import RemoteScorer
 from torchrl_rloo.rewards.repetition import RepetitionPenalty
 from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
 from torchrl_rloo.rewards.stopping import StopProperly
 from torchrl_rloo.rewards.tasks import ForTask
 from torchrl_rloo.rewards.trl import (
@@ -48,6 +47,7 @@ from torchrl_rloo.rewards.trl import (
     think_format_reward,
 )
 from torchrl_rloo.rewards.wrapping import RewardWrapper
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxResult
 
 __all__ = [
     "REWARDS",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, read_names, resolve_names
 from torchrl_rloo.rewards.fences import find_program
 from torchrl_rloo.rewards.protocol import final_text
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxResult
 
 _LOGGER = logging.getLogger(__name__)
 _SERVE, _JUDGE = "import code_peers; code_peers.serve()", "import code_judge; code_judge.judge()"
@@ -76,7 +76,7 @@ class CodeTests:
 
     **Cheats.** A program never runs in a process that knows the expected results. Expected outputs stay in this
     process. Assertions run in a second sandboxed process, which sends calls to the program and gets plain values back
-    (see :mod:`torchrl_rloo.rewards.code_judge`). A program that exits early, prints a verdict, patches built-ins or
+    (see :mod:`torchrl_rloo.sandbox.code_judge`). A program that exits early, prints a verdict, patches built-ins or
     returns an object that equals everything therefore fails. These weaknesses remain:
 
     - A program that knows the inputs can look up the results instead of computing them.
@@ -258,7 +258,7 @@ class CodeTests:
 
 
 def read_verdicts(output: str, count: int) -> list[tuple[bool, str | None]]:
-    """Return the verdicts that :func:`torchrl_rloo.rewards.code_judge.judge` has printed.
+    """Return the verdicts that :func:`torchrl_rloo.sandbox.code_judge.judge` has printed.
 
     Args:
         output: lines of verdicts. The last one is incomplete if a limit ended the judge.

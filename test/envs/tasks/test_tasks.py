@@ -14,7 +14,7 @@ from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.envs.tasks import TASKS, load_task
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxUnavailableError
 
 try:
     Sandbox().close()

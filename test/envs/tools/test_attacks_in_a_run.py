@@ -17,7 +17,7 @@ from torchrl_rloo.envs.tools.parsers import PythonBlocks
 from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import SandboxUnavailableError
 
 try:
     PythonInterpreter().sessions.close()

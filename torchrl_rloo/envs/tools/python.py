@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_rloo.envs.tools.python_sessions import GRACE_S, PythonSession, PythonSessions, SessionResult
 from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
+from torchrl_rloo.sandbox.sessions import GRACE_S, PythonSession, PythonSessions, SessionResult
 
 _MESSAGES = {
     "error": "The code raised an exception:",
@@ -32,7 +32,7 @@ class PythonInterpreter(Tool):
 
     Args:
         timeout: limit of a call, in seconds.
-        **limits: limits of :class:`~torchrl_rloo.envs.tools.python_sessions.PythonSessions`.
+        **limits: limits of :class:`~torchrl_rloo.sandbox.sessions.PythonSessions`.
 
     Attributes:
         sessions: sessions that run the code; close them to end all processes at once.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
-from torchrl_rloo.envs.tools.workspace import GRACE_S, Workspace, WorkspaceFolder
+from torchrl_rloo.sandbox.workspace import GRACE_S, Workspace, WorkspaceFolder
 
 _MESSAGES = {
     "timed_out": "The command ran for longer than {timeout:g} s and was stopped, with all its processes.",

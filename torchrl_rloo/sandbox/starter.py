@@ -1,4 +1,4 @@
-"""Starter process of sandboxed programs; a script started by :mod:`torchrl_rloo.rewards.sandbox`.
+"""Starter process of sandboxed programs; a script started by :mod:`torchrl_rloo.sandbox.sandbox`.
 
 It imports common modules, then forks once per program. A fork takes 1 ms, the start of an interpreter 20 ms. Each fork
 drops its rights before it runs its program. The process holds no secrets: its parent defines its environment, and
@@ -56,14 +56,14 @@ def load(name: str) -> types.ModuleType:
     return module
 
 
-kernel, library = load("sandbox_kernel"), load("sandbox_library")
+kernel, library = load("kernel"), load("library")
 
 
 class Containment:
     """Protections of programs, prepared once.
 
     Args:
-        limits: arguments of ``sandbox_kernel.set_limits``.
+        limits: arguments of ``kernel.set_limits``.
 
     Attributes:
         missing: one line per layer that this system lacks.

@@ -16,10 +16,10 @@ import pytest
 from support.processes import process_state
 from support.waiting import wait_until
 from torchrl_rloo.envs.tools.python import PythonInterpreter
-from torchrl_rloo.envs.tools.python_sessions import PythonSession, PythonSessions
 from torchrl_rloo.envs.tools.tool import ToolError
-from torchrl_rloo.rewards import sandbox_kernel as kernel
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox import kernel
+from torchrl_rloo.sandbox.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox.sessions import PythonSession, PythonSessions
 
 try:
     PythonSessions().close()
@@ -269,7 +269,7 @@ def test_a_killed_keeper_costs_what_ran(victim: str):
 
 
 def test_a_hanging_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchrl_rloo.envs.tools.python_sessions.GRACE_S", 1.0)
+    monkeypatch.setattr("torchrl_rloo.sandbox.sessions.GRACE_S", 1.0)
     sessions = PythonSessions(timeout=1)
     session = sessions.open()
     session.run("1")

@@ -1,7 +1,7 @@
-"""Objects of the program as the tests see them; loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Objects of the program as the tests see them; loaded by :mod:`torchrl_rloo.sandbox.starter`.
 
 Each class of the program has a local class with just the special methods that it has, and each object an instance of
-that. The methods run in the process of the program (:mod:`torchrl_rloo.rewards.code_peers`). Nothing that the program
+that. The methods run in the process of the program (:mod:`torchrl_rloo.sandbox.code_peers`). Nothing that the program
 sends is imported, executed or trusted: a class that pretends is one that fails its tests.
 
 An object that is also a plain value, such as a named tuple or a subclass of ``list``, is a real one here. What it says
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 if __package__:
-    from torchrl_rloo.rewards.code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
-    from torchrl_rloo.rewards.code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
+    from torchrl_rloo.sandbox.code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
+    from torchrl_rloo.sandbox.code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
 else:  # loaded as a file
     from code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
     from code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base

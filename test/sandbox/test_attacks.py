@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from torchrl_rloo.envs.tools.python_sessions import PythonSession, PythonSessions
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox.sessions import PythonSession, PythonSessions
 
 try:
     PythonSessions().close()

@@ -1,6 +1,6 @@
 """Files that sandboxed programs may read: the standard library without packages, and its shared libraries.
 
-:mod:`torchrl_rloo.rewards.sandbox_child` loads this module without site-packages. Landlock cannot exclude files of
+:mod:`torchrl_rloo.sandbox.starter` loads this module without site-packages. Landlock cannot exclude files of
 an allowed folder. So the parts of the library's folder are allowed one by one, and programs cannot list the folder.
 """
 

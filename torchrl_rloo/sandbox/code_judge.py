@@ -1,8 +1,8 @@
-"""Tests of a program in a separate process; loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Tests of a program in a separate process; loaded by :mod:`torchrl_rloo.sandbox.starter`.
 
 The names of the tests are their own, except those that the task assigns to the program (see
 :mod:`torchrl_rloo.rewards.code_names`). These are proxies, which send calls to the process of the program
-(:mod:`torchrl_rloo.rewards.code_proxies`).
+(:mod:`torchrl_rloo.sandbox.code_proxies`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 if __package__:
-    from torchrl_rloo.rewards.code_proxies import (
+    from torchrl_rloo.sandbox.code_proxies import (
         ProgramConnection,
         ProgramError,
         UnsupportedTestError,

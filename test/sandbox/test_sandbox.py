@@ -21,8 +21,8 @@ import pytest
 
 from support.processes import children, wait_until_gone
 from support.waiting import PATIENCE, wait_until
-from torchrl_rloo.rewards import sandbox_kernel
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox import kernel
+from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxUnavailableError
 
 try:
     Sandbox().close()
@@ -368,7 +368,7 @@ def test_a_dead_starter_costs_one_program(sandbox: Sandbox):
 
 
 TRAINER = """
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox.sandbox import Sandbox
 sandbox = Sandbox(timeout=60)
 print(sandbox._idle[0].process.pid, flush=True)
 sandbox.run("import time; time.sleep(60)", guest="import time; time.sleep(60)")
@@ -388,8 +388,8 @@ def test_a_killed_trainer_takes_all_with_it():
 
 WITHOUT = """
 import struct, sys
-from torchrl_rloo.rewards import sandbox_kernel as kernel
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox import kernel
+from torchrl_rloo.sandbox.sandbox import Sandbox
 i = kernel.instruction
 refuse, allow = i(0x06, 0x00050026), i(0x06, 0x7FFF0000)
 if sys.argv[1].startswith("landlock"):  # landlock_create_ruleset, or only landlock_restrict_self
@@ -426,12 +426,12 @@ def test_unusable_settings_are_refused():
         with pytest.raises(ValueError, match=next(iter(settings))):
             Sandbox(**settings)
     with pytest.raises(OSError, match="sparc"):
-        sandbox_kernel.seccomp_filter("sparc")
+        kernel.seccomp_filter("sparc")
     assert issubclass(SandboxUnavailableError, RuntimeError)
 
 
 def test_filter_of_the_other_machine_has_no_call_it_should_not():
-    names = set(sandbox_kernel.SYSCALLS)
+    names = set(kernel.SYSCALLS)
     assert not names & {"fork", "vfork", "execve", "socket", "connect", "kill", "tgkill", "ptrace", "mount", "unlink"}
     for machine in ("x86_64", "aarch64"):
-        assert len(sandbox_kernel.seccomp_filter(machine)) % 8 == 0
+        assert len(kernel.seccomp_filter(machine)) % 8 == 0

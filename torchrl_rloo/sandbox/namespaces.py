@@ -1,4 +1,4 @@
-"""Linux namespaces and system calls of a workspace; loaded by :mod:`torchrl_rloo.envs.tools.workspace_child`.
+"""Linux namespaces and system calls of a workspace; loaded by :mod:`torchrl_rloo.sandbox.workspace_keeper`.
 
 The root of a workspace is a read-only file system in memory. It shows the programs of the system and nothing else of
 the machine. The folder, ``/tmp`` and ``/dev/shm`` share one file system in memory, whose size is the limit on the disk.
@@ -60,7 +60,7 @@ def refusing_filter(kernel: ModuleType) -> bytes:
     """Build a classic BPF program that refuses the calls above, and allows all others.
 
     Args:
-        kernel: the module ``sandbox_kernel``.
+        kernel: the module ``kernel``.
 
     Raises:
         OSError: (ENOSYS) if the machine is neither x86-64 nor aarch64.

@@ -1,4 +1,4 @@
-"""Keeper process of Python sessions: ``serve`` takes over a process of :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Keeper process of Python sessions: ``serve`` takes over a process of :mod:`torchrl_rloo.sandbox.starter`.
 
 There are three kinds of process. The keeper knows the calls of all sessions and runs none of their code. The zygote,
 which the keeper starts, forks the sessions. It sees no call, so no session inherits data of another. A session holds
@@ -152,7 +152,7 @@ class Keeper:
     Args:
         channel: socket to the trainer.
         zygote: socket to the process that forks sessions.
-        host: the module ``sandbox_child``.
+        host: the module ``starter``.
         settings: ``timeout`` and ``cpu_seconds`` of a call, ``max_output`` (bytes of its output that are shown) and
             ``max_sessions`` (processes at a time), and ``trainer`` (its process id).
     """
@@ -322,7 +322,7 @@ def serve(host: ModuleType, channel: socket.socket, containment: Any, settings: 
     """Serve sessions until the trainer's end of the channel closes.
 
     Args:
-        host: the module ``sandbox_child``.
+        host: the module ``starter``.
         channel: socket to the trainer.
         containment: prepared containment of the sessions.
         settings: settings of :class:`Keeper`.

@@ -1,7 +1,7 @@
-"""Program under test in a separate process; loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Program under test in a separate process; loaded by :mod:`torchrl_rloo.sandbox.starter`.
 
-``serve`` runs in the process of the program, and :mod:`torchrl_rloo.rewards.code_judge` in that of the tests. Calls of
-the tests are executed in the process of the program, and data comes back (:mod:`torchrl_rloo.rewards.code_values`).
+``serve`` runs in the process of the program, and :mod:`torchrl_rloo.sandbox.code_judge` in that of the tests. Calls of
+the tests are executed in the process of the program, and data comes back (:mod:`torchrl_rloo.sandbox.code_values`).
 Nothing that the program does to its interpreter affects the tests: not ``sys.exit``, patched ``builtins`` or an
 ``__eq__`` that always returns True. No frame or file of that process holds an expected result. Objects of the program
 stay there, and the tests hold a proxy for each. The program may write anything to the channel: a reply is only data.
@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 if __package__:
-    from torchrl_rloo.rewards.code_values import (
+    from torchrl_rloo.sandbox.code_values import (
         COPIED,
         SHARED,
         Values,

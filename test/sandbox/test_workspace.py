@@ -16,8 +16,8 @@ from support.waiting import wait_until
 from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.workspace import CommandResult, Workspace, WorkspaceFolder, WorkspaceLostError
 from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
+from torchrl_rloo.sandbox.workspace import CommandResult, Workspace, WorkspaceFolder, WorkspaceLostError
 
 MB = 1 << 20
 PYTHON = "python3"
@@ -60,7 +60,7 @@ def below() -> set[int]:
 
 
 def keepers() -> list[int]:
-    return children(os.getpid(), "workspace_child.py")
+    return children(os.getpid(), "workspace_keeper.py")
 
 
 # --------------------------------------------------------------------------------------------- what a command can reach
@@ -367,8 +367,8 @@ for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map"
         file.write(text)
 with open("/proc/sys/user/max_user_namespaces", "w") as file:
     file.write("0")
-from torchrl_rloo.envs.tools.workspace import Workspace
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox.workspace import Workspace
+from torchrl_rloo.sandbox.sandbox import SandboxUnavailableError
 try:
     Workspace()
 except SandboxUnavailableError as error:
@@ -419,7 +419,7 @@ def test_a_readable_folder_is_shown_read_only(tmp_path):
 
 TRAINER = """
 import asyncio
-from torchrl_rloo.envs.tools.workspace import Workspace
+from torchrl_rloo.sandbox.workspace import Workspace
 folder = Workspace().open()
 print(folder._helper.process.pid, flush=True)
 asyncio.run(folder.run("sleep 1000", 1000))

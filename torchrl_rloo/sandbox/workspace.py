@@ -38,12 +38,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.envs.tools.workspace_kernel import OWN
-from torchrl_rloo.rewards.code import read_verdicts
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError, check_limits
 from torchrl_rloo.runtime.processes import HelperProcess
+from torchrl_rloo.sandbox.namespaces import OWN
+from torchrl_rloo.sandbox.sandbox import SandboxUnavailableError, check_limits
 
-_SCRIPT = Path(__file__).with_name("workspace_child.py")
+_SCRIPT = Path(__file__).with_name("workspace_keeper.py")
 _START_SECONDS = 60.0
 GRACE_S = 30.0  # seconds that the keeper may take in addition to a request's timeout
 _EDIT_SECONDS = 10.0
@@ -213,7 +212,7 @@ class WorkspaceFolder:
         return CommandResult(reply["reason"], reply.get("code"), reply["output"])
 
     async def edit(self, operation: str, **arguments: Any) -> tuple[bool, str]:
-        """Do a file operation; see :mod:`torchrl_rloo.envs.tools.workspace_files`.
+        """Do a file operation; see :mod:`torchrl_rloo.sandbox.workspace_files`.
 
         Args:
             operation: ``"view"``, ``"create"`` or ``"replace"``.
@@ -231,21 +230,18 @@ class WorkspaceFolder:
         result = json.loads(reply["output"])
         return result["ok"], result["text"]
 
-    async def judge(
-        self, tests: Mapping[str, Any], program: Mapping[str, Any], timeout: float
-    ) -> list[tuple[bool, str | None]]:
+    async def judge(self, tests: Mapping[str, Any], program: Mapping[str, Any], timeout: float) -> str:
         """Run tests in one process and the program that they test in another one.
 
         Args:
-            tests: task of :func:`torchrl_rloo.rewards.code_judge.judge`.
-            program: task of :func:`torchrl_rloo.rewards.code_peers.serve`.
+            tests: task of :func:`torchrl_rloo.sandbox.code_judge.judge`.
+            program: task of :func:`torchrl_rloo.sandbox.code_peers.serve`.
             timeout: limit in seconds.
 
         Returns:
-            Pairs ``(passed, reason)``. They end where a limit ended the tests.
+            Lines of verdicts. They end where a limit ended the tests.
 
         Raises:
-            BrokenTestsError: if the tests cannot run with any program.
             WorkspaceLostError: if the keeper process has ended or does not answer.
         """
         with contextlib.ExitStack() as stack:
@@ -257,7 +253,7 @@ class WorkspaceFolder:
                 os.lseek(file, 0, os.SEEK_SET)
                 files.append(file)
             reply = await self._request("test", timeout, files)
-        return read_verdicts(reply["output"], len(tests["tests"]))
+        return reply["output"]
 
     async def _request(self, operation: str, timeout: float, files: Sequence[int] = (), **values: Any) -> Any:
         if self._files:

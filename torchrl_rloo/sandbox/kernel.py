@@ -1,6 +1,6 @@
 """Restrictions of a process by the kernel: resource limits, system calls (seccomp) and files (Landlock).
 
-:mod:`torchrl_rloo.rewards.sandbox_child` loads this module without site-packages. It therefore uses ctypes instead of
+:mod:`torchrl_rloo.sandbox.starter` loads this module without site-packages. It therefore uses ctypes instead of
 bindings such as pyseccomp, which also need a system library. It supports Linux on x86-64 and aarch64.
 """
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from support.processes import descendants, is_gone, wait_until_gone
-from torchrl_rloo.envs.tools.python_sessions import PythonSession, PythonSessions
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox.sessions import PythonSession, PythonSessions
 
 try:
     PythonSessions().close()

@@ -43,7 +43,7 @@ from typing import Any
 
 from torchrl_rloo.runtime.processes import HelperProcess
 
-_SCRIPT = Path(__file__).with_name("sandbox_child.py")
+_SCRIPT = Path(__file__).with_name("starter.py")
 _GRACE_SECONDS = 10.0  # extra time for the starter process, in addition to the program's time limit
 
 
@@ -101,7 +101,7 @@ def check_limits(timeout: float, cpu_seconds: int | None, memory: int, max_outpu
 
 
 class Sandbox:
-    """Sandbox that runs untrusted Python programs; see :mod:`torchrl_rloo.rewards.sandbox` for its protections.
+    """Sandbox that runs untrusted Python programs; see :mod:`torchrl_rloo.sandbox.sandbox` for its protections.
 
     Each concurrent thread uses a separate starter process, which forks the programs. Starters start on demand, in a
     fraction of a second, are reused by later calls and end with the sandbox or with this process. A pickle does not
@@ -216,10 +216,10 @@ class Sandbox:
 
 
 class Starter:
-    """Handle of a process that runs ``sandbox_child.py``.
+    """Handle of a process that runs ``starter.py``.
 
     Args:
-        settings: ``limits`` (the arguments of ``sandbox_kernel.set_limits``), ``allow_weaker``, and ``timeout``.
+        settings: ``limits`` (the arguments of ``kernel.set_limits``), ``allow_weaker``, and ``timeout``.
             ``serve`` replaces ``timeout``: it is the path of another server module without its suffix, and the other
             settings are for that module.
 

@@ -1,6 +1,6 @@
 """Python sessions: sandboxed processes that run calls one after another and keep their variables.
 
-The sandbox is that of :mod:`torchrl_rloo.rewards.sandbox`, see the table there. A session has no network, processes,
+The sandbox is that of :mod:`torchrl_rloo.sandbox.sandbox`, see the table there. A session has no network, processes,
 signals or tracing, reads no files but the standard library's, and has limited memory. It cannot write files at all.
 The following applies in addition:
 
@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.rewards.sandbox import Starter, check_limits
+from torchrl_rloo.sandbox.sandbox import Starter, check_limits
 
 _LOGGER = logging.getLogger(__name__)
 
-_SERVER = Path(__file__).with_name("python_child")
+_SERVER = Path(__file__).with_name("python_keeper")
 _MAX_OUTPUT_BYTES = 1 << 20  # that a call may print before it is stopped
 _MAX_CODE_BYTES = 1 << 16
 GRACE_S = 30.0  # seconds that the keeper may take in addition to a call's timeout
@@ -79,7 +79,7 @@ class PythonSessions:
         max_sessions: limit of processes at a time; an idle one takes about 2 MB. Beyond it, the longest idle process
             ends; if none is idle, calls wait.
         allow_weaker: True to also run where the kernel lacks a layer of the sandbox; see
-            :class:`~torchrl_rloo.rewards.sandbox.Sandbox`.
+            :class:`~torchrl_rloo.sandbox.sandbox.Sandbox`.
 
     Attributes:
         missing: one line for each layer that the system lacks; empty unless ``allow_weaker``.
@@ -187,7 +187,7 @@ class PythonSession:
 
 
 class _Keeper:
-    """Handle of the keeper process (``python_child.py``) and of the calls that it has not answered."""
+    """Handle of the keeper process (``python_keeper.py``) and of the calls that it has not answered."""
 
     def __init__(self, settings: dict[str, Any]):
         self.starter = Starter(settings)

@@ -1,4 +1,4 @@
-"""Keeper process of a workspace; a script started by :mod:`torchrl_rloo.envs.tools.workspace`.
+"""Keeper process of a workspace; a script started by :mod:`torchrl_rloo.sandbox.workspace`.
 
 It is the first process of its namespaces. Each request starts a child, which drops its rights before it does anything.
 When the child ends or exceeds a limit, all processes but the keeper are killed, and then the keeper answers. The folder
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-REWARDS = HERE.parents[1] / "rewards"
 TICK = 0.02  # seconds between checks of the limits that the kernel does not enforce
 MAX_FILES = 256  # open files of a process
 MAX_OUTPUT_BYTES = 1 << 20  # that a command may print before it is stopped
@@ -44,10 +43,10 @@ def load(folder: Path, name: str) -> types.ModuleType:
 
 
 kernel, _, peers, _, judges = (
-    load(REWARDS, name) for name in ("sandbox_kernel", "code_values", "code_peers", "code_proxies", "code_judge")
+    load(HERE, name) for name in ("kernel", "code_values", "code_peers", "code_proxies", "code_judge")
 )
-spaces, edits = (load(HERE, name) for name in ("workspace_kernel", "workspace_files"))
-reaper = load(HERE.parents[1] / "runtime", "reaper")
+spaces, edits = (load(HERE, name) for name in ("namespaces", "workspace_files"))
+reaper = load(HERE.parent / "runtime", "reaper")
 
 
 class Keeper:

@@ -1,0 +1,1 @@
+"""Sandboxes for untrusted programs: everything that confines a program."""
