@@ -47,7 +47,6 @@ from torchrl_rloo.rewards.trl import (
     think_format_reward,
 )
 from torchrl_rloo.rewards.wrapping import RewardWrapper
-from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxResult
 
 __all__ = [
     "REWARDS",
@@ -79,8 +78,6 @@ __all__ = [
     "RewardFunction",
     "RewardRunner",
     "RewardWrapper",
-    "Sandbox",
-    "SandboxResult",
     "SequenceClassifier",
     "Shuffled",
     "SoftOverlong",

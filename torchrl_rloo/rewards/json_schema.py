@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from torchrl_rloo.rewards.fences import last_block
 from torchrl_rloo.rewards.json_worker import read_schema
+from torchrl_rloo.rewards.process_judge import ProcessJudge
 from torchrl_rloo.rewards.protocol import final_text
-from torchrl_rloo.sandbox.process_judge import ProcessJudge
 
 
 class JSONSchema:
@@ -24,7 +23,7 @@ class JSONSchema:
     the text.
 
     Worker processes read schemas and judge completions, with limits of CPU time and memory
-    (:class:`~torchrl_rloo.sandbox.process_judge.ProcessJudge`). A schema that exceeds one abstains: it is too large to
+    (:class:`~torchrl_rloo.rewards.process_judge.ProcessJudge`). A schema that exceeds one abstains: it is too large to
     read, or takes too long even for a number. A completion that does so scores 0.0.
 
     Args:
@@ -89,4 +88,4 @@ def _as_json(schema: Mapping[str, Any] | bool | str) -> str:
 @cache
 def _shared_judge(timeout: float) -> ProcessJudge:
     """Return the judge that the rewards of this process share."""
-    return ProcessJudge(Path(__file__).with_name("json_worker.py"), timeout)
+    return ProcessJudge("json_worker", timeout)

@@ -1,4 +1,4 @@
-"""Checks of JSON against a JSON Schema; a module that :mod:`torchrl_rloo.sandbox.judge_loop` runs."""
+"""Checks of JSON against a JSON Schema; a module that :mod:`torchrl_rloo.rewards.judge_loop` runs."""
 
 from __future__ import annotations
 

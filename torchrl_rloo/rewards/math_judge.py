@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 from torchrl_rloo.rewards.boxed import find_last_box
 from torchrl_rloo.rewards.matching import write_repeating
-from torchrl_rloo.sandbox.process_judge import ProcessJudge
+from torchrl_rloo.rewards.process_judge import ProcessJudge
 
 MAX_ANSWER_CHARS = 500  # of a box; longer answers are wrong, unread
 MAX_TEXT_CHARS = 4_000  # read at the end of a text, or before the end of its last box
@@ -39,7 +38,7 @@ class MathJudge(ProcessJudge):
     """
 
     def __init__(self, timeout: float = 5.0, *, workers: int | None = None):
-        super().__init__(Path(__file__).with_name("math_worker.py"), timeout, workers=workers)
+        super().__init__("math_worker", timeout, workers=workers)
         if find_spec("math_verify") is None:
             raise ImportError('MathJudge requires math-verify: pip install "torchrl_rloo[rewards]"')
 

@@ -1,4 +1,4 @@
-"""Comparison of mathematical answers; a module that :mod:`torchrl_rloo.sandbox.judge_loop` runs.
+"""Comparison of mathematical answers; a module that :mod:`torchrl_rloo.rewards.judge_loop` runs.
 
 Short texts such as ``9^{9^{9}}`` keep SymPy in one endless multiplication, which no exception can interrupt.
 """

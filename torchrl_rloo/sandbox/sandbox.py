@@ -1,30 +1,4 @@
-"""Sandbox for untrusted programs, which can only compute and print.
-
-Each program runs in a separate Linux process, inside independent layers of isolation:
-
-=============================  =========================================================================================
-attempt of a program           protection
-=============================  =========================================================================================
-endless loops, sleeping        CPU time limit of the kernel; wall-clock limit of a supervising process
-memory, huge output            limits on address space and on output size; no pipes, no locked memory, none shared
-processes, many threads        seccomp: no fork, no exec; more than 64 threads end the program
-network                        seccomp: no sockets; also Landlock, depending on the kernel
-signals, tracing               seccomp: no signals, even to itself; also Landlock, depending on the kernel
-writing, deleting              seccomp: files cannot be created, opened for writing, renamed or removed; also Landlock
-reading                        Landlock: only the standard library and its shared libraries; no packages, ``/proc``,
-                               ``/etc``, home directories or environment of the trainer
-rights of root                 all capabilities are dropped, and no program can regain them
-open files, leftovers          only the standard streams, which are in memory; the process ends with the call
-=============================  =========================================================================================
-
-A program has no writable folder: ``open(path, "w")`` and ``tempfile`` raise. ``asyncio``, which needs sockets, does not
-start. The standard library is available without packages, with a fixed hash seed and the clock in UTC. Time zones come
-from the system's data, or else from the package ``tzdata`` of this process.
-
-Known limits: a program can test whether a path or a process id exists. It can read file sizes, the user id, the host
-name and the kernel version. A root without capabilities must be able to read the standard library. The isolation relies
-on a kernel without security bugs.
-"""
+"""Sandbox: its policy, the processes that start programs, and the results."""
 
 from __future__ import annotations
 
@@ -33,22 +7,112 @@ import math
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import zoneinfo
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torchrl_rloo.runtime.processes import HelperProcess
+from torchrl_rloo.sandbox.sessions import GRACE_S, Link, Places, PythonSession, WorkspaceSession, memory_file
 
 _SCRIPT = Path(__file__).with_name("starter.py")
-_GRACE_SECONDS = 10.0  # extra time for the starter process, in addition to the program's time limit
+_START_SECONDS = 60.0
+_RUN_GRACE_SECONDS = 10.0  # for the starter process, in addition to the program's time limit
+_WORKSPACE_FOLDERS = ("/workspace", "/tmp", "/dev", "/proc", "/etc")  # a workspace's own, not the machine's
+_SERVE = "from torchrl_rloo.sandbox import code_peers; code_peers.serve()"
+_JUDGE = "from torchrl_rloo.sandbox import code_judge; code_judge.judge()"
+_NEEDS_CONFINEMENT = (
+    "The sandbox requires Linux 5.13 or later on x86-64 or aarch64, and a container whose filter allows both layers. "
+    "Use allow_weaker=True to run programs with the remaining layers"
+)
+_NEEDS_NAMESPACES = (
+    "A workspace requires Linux 5.14 or later on x86-64 or aarch64, with user namespaces. Set "
+    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), raise user.max_user_namespaces, or let the container "
+    "unshare and mount. Use allow_weaker=True to run commands as your user"
+)
 
 
 class SandboxUnavailableError(RuntimeError):
     """Error of a system that cannot isolate programs as required."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rights and limits of programs. Without ``disk`` they compute and print; with it, commands also write and fork.
+
+    No policy allows the network, nor to read what the module's docstring does not list.
+
+    Args:
+        timeout: wall-clock limit of a program, call or command in seconds.
+        cpu_seconds: limit on the CPU seconds of all threads of a program or call. None means ``timeout``, rounded up.
+        memory: limit in bytes on the address space of a process, and on the memory of all processes of a command.
+            Python needs about 30 MB, and each thread counts with its whole stack.
+        max_output: limit in bytes on what a program, call or command prints.
+        shown: bytes of the output of a session's call or command that its result has; a note replaces the middle.
+        sessions: limit on the processes of Python sessions. An idle one takes about 4 MB. Beyond it, the longest idle
+            process ends; if none is idle, calls wait.
+        disk: limit in bytes on the files of a workspace. 0 means that nothing can be written.
+        processes: limit on the processes of a command at a time.
+        readable: folders of the machine that commands can read in addition to the system's and Python's, at the same
+            paths, such as a virtual environment. Their folders ``bin`` come first in ``PATH``.
+        allow_weaker: True also runs programs if the system lacks a layer. Without namespaces, commands run as your
+            user, with your files and network, in a temporary folder of any size. Their processes still end.
+
+    Raises:
+        ValueError: if a limit is not positive, or ``memory`` is below 64 MB. Also if a folder of ``readable`` does not
+            exist, or would hide a folder of the workspace.
+
+    Example:
+        >>> Policy(timeout=2.5).cpu_limit
+        3
+    """
+
+    timeout: float = 10.0
+    cpu_seconds: int | None = None
+    memory: int = 256 << 20
+    max_output: int = 1 << 20
+    shown: int = 5_000
+    sessions: int = 1024
+    disk: int = 0
+    processes: int = 1
+    readable: tuple[str, ...] = ()
+    allow_weaker: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.timeout > 0 and math.isfinite(self.timeout)):
+            raise ValueError(f"timeout={self.timeout} must be a positive, finite number of seconds")
+        if self.cpu_limit < 1 or self.max_output < 1 or self.memory < 64 << 20:
+            raise ValueError(
+                f"cpu_seconds={self.cpu_limit} and max_output={self.max_output} must be at least 1, "
+                f"memory={self.memory} at least {64 << 20} bytes"
+            )
+        for name, least in {"shown": 1, "sessions": 1, "disk": 0, "processes": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if absent := [folder for folder in self.readable if not os.path.isdir(f"{folder}/")]:
+            raise ValueError(f"readable={absent} must be folders that exist")
+        real = [os.path.realpath(folder).rstrip("/") for folder in self.readable]
+        if wide := [folder for folder in real if any(f"{own}/".startswith(f"{folder}/") for own in _WORKSPACE_FOLDERS)]:
+            raise ValueError(
+                f"readable={wide} would hide a folder of the workspace ({', '.join(_WORKSPACE_FOLDERS)}): "
+                "name a subfolder"
+            )
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which a session answers, unless its keeper hangs."""
+        return self.timeout + GRACE_S
+
+    @property
+    def cpu_limit(self) -> int:
+        """CPU seconds of a program or call."""
+        return math.ceil(self.timeout) if self.cpu_seconds is None else self.cpu_seconds
 
 
 @dataclass(frozen=True)
@@ -77,69 +141,36 @@ class SandboxResult:
         return self.reason == "exit" and self.exit_code == 0
 
 
-def check_limits(timeout: float, cpu_seconds: int | None, memory: int, max_output: int) -> int:
-    """Check the limits of a sandbox and return the limit on CPU seconds.
-
-    Args:
-        timeout: wall-clock limit in seconds.
-        cpu_seconds: limit on CPU time. None means ``timeout``, rounded up.
-        memory: limit on the address space in bytes.
-        max_output: limit on the output in bytes.
-
-    Raises:
-        ValueError: if a limit is not positive, or ``memory`` is below 64 MB.
-    """
-    if not (timeout > 0 and math.isfinite(timeout)):
-        raise ValueError(f"timeout={timeout} must be a positive, finite number of seconds")
-    cpu_seconds = math.ceil(timeout) if cpu_seconds is None else cpu_seconds
-    if cpu_seconds < 1 or max_output < 1 or memory < 64 << 20:
-        raise ValueError(
-            f"cpu_seconds={cpu_seconds} and max_output={max_output} must be at least 1, "
-            f"memory={memory} at least {64 << 20} bytes"
-        )
-    return cpu_seconds
-
-
 class Sandbox:
-    """Sandbox that runs untrusted Python programs; see :mod:`torchrl_rloo.sandbox.sandbox` for its protections.
+    """Sandbox that runs untrusted programs; see :mod:`torchrl_rloo.sandbox` for its protections.
 
-    Each concurrent thread uses a separate starter process, which forks the programs. Starters start on demand, in a
-    fraction of a second, are reused by later calls and end with the sandbox or with this process. A pickle does not
-    contain them, and a forked process starts new ones.
+    Starter processes fork the programs: one for each concurrent thread of :meth:`run`, and one for all sessions. They
+    start on demand, in a fraction of a second, are reused, and end with the sandbox or with this process. A pickle does
+    not contain them, and a forked process starts new ones.
 
     Args:
-        timeout: wall-clock limit of a program in seconds.
-        cpu_seconds: limit on the CPU seconds of all threads. None means ``timeout``, rounded up.
-        memory: limit on the address space in bytes. Python needs about 30 MB, and each thread counts with its whole
-            stack.
-        max_output: limit in bytes on standard output and on standard error.
-        allow_weaker: True also runs programs if the system lacks a layer; :attr:`missing` lists the layers.
+        policy: limits of the programs. None means ``Policy()``.
+        **limits: fields of the policy to change.
 
     Attributes:
+        policy: limits of the programs.
         missing: one line per layer that this system lacks; empty unless ``allow_weaker``.
 
     Raises:
-        ValueError: if a limit is not positive, or ``memory`` is below 64 MB.
+        ValueError: if a limit is out of its range; see :class:`Policy`.
         SandboxUnavailableError: if a layer is missing without ``allow_weaker``, or the system is not Linux.
 
     Example:
-        >>> Sandbox().run("print(int(input()) + 1)", "41").stdout
+        >>> sandbox = Sandbox(timeout=5)
+        >>> sandbox.run("print(int(input()) + 1)", "41").stdout
         '42\\n'
+        >>> session = sandbox.open()
+        >>> session.run("x = 41").reason, session.run("x + 1").output
+        ('ok', '42\\n')
     """
 
-    def __init__(
-        self,
-        *,
-        timeout: float = 10.0,
-        cpu_seconds: int | None = None,
-        memory: int = 256 << 20,
-        max_output: int = 1 << 20,
-        allow_weaker: bool = False,
-    ):
-        cpu_seconds = check_limits(timeout, cpu_seconds, memory, max_output)
-        self.timeout, self.cpu_seconds, self.memory, self.max_output = timeout, cpu_seconds, memory, max_output
-        self.allow_weaker = allow_weaker
-        self._idle: list[Starter] = []
+    def __init__(self, policy: Policy | None = None, **limits: Any):
+        self.__setstate__({"policy": replace(Policy() if policy is None else policy, **limits)})
         starter = self._take_starter()
         self.missing: list[str] = starter.missing
         self._idle.append(starter)
@@ -157,42 +188,89 @@ class Sandbox:
 
         Raises:
             RuntimeError: if the starter process was killed or hangs, so the result is unknown.
+            ValueError: if the policy has a disk: open a workspace instead.
         """
+        if self.policy.disk:
+            raise ValueError(f"disk={self.policy.disk} must be 0 to run a program: open a workspace for commands")
         # Pass source and streams as files in memory: a program cannot block on them as on a pipe
         texts = [program, stdin, "", ""] + ([] if guest is None else [guest, guest_stdin, "", ""])
-        starter = self._take_starter()
-        files: list[int] = []
+        patience, limit = self.policy.timeout + _RUN_GRACE_SECONDS, self.policy.max_output
+        starter, files, reply = self._take_starter(), [], None
         try:
             for text in texts:
-                files.append(_memory_file(text))
-            reply = starter.run(files, self.timeout + _GRACE_SECONDS)
-            stdout, stderr = (os.pread(file, self.max_output, 0) for file in files[2:4])
+                files.append(memory_file(text.encode(errors="replace")))
+            reply = starter.run(files, patience)
+            stdout, stderr = (os.pread(file, limit, 0) for file in files[2:4])
         finally:
             for file in files:
                 os.close(file)
             # Discard a starter with a pending reply: the next request must not read it
-            if starter.reply_due:
+            if reply is None:
                 starter.close()
         if reply is None:
             raise RuntimeError(
                 "the starter process of the sandbox was killed (for example, out of memory) or gave no answer within "
-                f"{self.timeout + _GRACE_SECONDS:g} s, so the result of the program is unknown"
+                f"{patience:g} s, so the result of the program is unknown"
             )
         self._idle.append(starter)
         return self._result(reply, stdout, stderr)
 
+    def judge(self, tests: Mapping[str, Any], program: Mapping[str, Any]) -> SandboxResult:
+        """Run tests in one process and the program that they test in another; return what the judge printed.
+
+        Args:
+            tests: task of :func:`torchrl_rloo.sandbox.code_judge.judge`.
+            program: task of :func:`torchrl_rloo.sandbox.code_peers.serve`.
+        """
+        return self.run(_JUDGE, json.dumps(tests), guest=_SERVE, guest_stdin=json.dumps(program))
+
+    def open(self, files: Mapping[str, str] | None = None) -> PythonSession | WorkspaceSession:
+        """Open a session: a Python interpreter that keeps its variables, or with a ``disk`` a folder and a shell.
+
+        Args:
+            files: first files of the folder, as a mapping of paths in it to texts.
+
+        Raises:
+            ValueError: if ``files`` has another form, or the policy has no disk for them.
+            SandboxUnavailableError: if the system lacks something.
+        """
+        if not self.policy.disk:
+            if files is not None:
+                raise ValueError(f"files={files!r:.100} require a policy with a disk")
+            return PythonSession(self, self._places)
+        files = {} if files is None else files
+        if not isinstance(files, Mapping) or not all(isinstance(t, str) for pair in files.items() for t in pair):
+            raise ValueError(f"files={files!r:.100} must be a mapping of paths to texts")
+        link = Link(self.host())
+        hello = link.greet()
+        if hello["missing"]:
+            link.close()
+            raise _unavailable(self.policy, hello["missing"])
+        return WorkspaceSession(link, hello, dict(files), self.policy)
+
+    def host(self) -> Starter:
+        """Return the running starter process of the sessions."""
+        with self._lock:
+            if self._host is None or not self._host.is_usable():
+                self._host = self._take_starter()
+            return self._host
+
     def close(self) -> None:
-        """End the idle starter processes; those of running programs continue."""
+        """End all sessions and the idle starter processes; those of running programs continue."""
+        with self._lock:
+            host, self._host = self._host, None
+        if host is not None:
+            host.close()
         while self._idle:
             self._idle.pop().close()
 
     def _result(self, reply: dict[str, Any], stdout: bytes, stderr: bytes) -> SandboxResult:
-        code, reason = reply["exit_code"], reply["reason"]
+        code, reason, limit = reply["exit_code"], reply["reason"], self.policy.max_output
         tail = stderr.decode(errors="replace")[-2000:]
         if reason is None and code != 0:
-            if max(len(stdout), len(stderr)) >= self.max_output:
+            if max(len(stdout), len(stderr)) >= limit:
                 reason = "output"
-            elif code == -9 and reply["cpu"] >= 0.75 * self.cpu_seconds:  # the count of a busy kernel is inexact
+            elif code == -9 and reply["cpu"] >= 0.75 * self.policy.cpu_limit:  # the count of a busy kernel is inexact
                 reason = "cpu"
             elif code == 1 and tail.rstrip().rpartition("\n")[2].startswith("MemoryError"):
                 reason = "memory"
@@ -205,65 +283,54 @@ class Sandbox:
             try:
                 starter = self._idle.pop()
             except IndexError:  # no idle starter, or another thread took it
-                break
+                return Starter(self.policy)
             if starter.is_usable():
                 return starter
-        limits = {"cpu_seconds": self.cpu_seconds, "memory": self.memory, "max_output": self.max_output}
-        return Starter({"limits": limits, "timeout": self.timeout, "allow_weaker": self.allow_weaker})
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_idle": []}
+        return {"policy": self.policy, "missing": self.missing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._idle: list[Starter] = []
+        self._host: Starter | None = None  # of the sessions
+        self._places, self._lock = Places(self.policy.sessions), threading.Lock()
 
 
 class Starter:
     """Handle of a process that runs ``starter.py``.
 
-    Args:
-        settings: ``limits`` (the arguments of ``kernel.set_limits``), ``allow_weaker``, and ``timeout``.
-            ``serve`` replaces ``timeout``: it is the path of another server module without its suffix, and the other
-            settings are for that module.
-
     Attributes:
-        process: the starter process.
-        end: function that kills the process and its programs.
-        channel: socket to the process.
         missing: one line per layer that this system lacks.
-
-    Raises:
-        SandboxUnavailableError: if a layer is missing without ``allow_weaker``, or the system is not Linux.
     """
 
-    def __init__(self, settings: dict[str, Any]):
+    def __init__(self, policy: Policy):
         if not sys.platform.startswith("linux"):
             raise SandboxUnavailableError(f"platform={sys.platform}: the sandbox requires Linux (seccomp, Landlock)")
-        # Start the process without the environment of the trainer
         self.channel, other = socket.socketpair()
-        settings = settings | {"channel": other.fileno(), "trainer": os.getpid()}
+        settings = asdict(policy) | {"cpu_seconds": policy.cpu_limit, "readable": _readable_folders(policy)}
+        settings |= {"channel": other.fileno(), "trainer": os.getpid()}
         with other:
             self._helper = HelperProcess(
                 [sys.executable, "-s", "-S", "-B", str(_SCRIPT), json.dumps(settings)],
-                {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC"} | _time_zones(),
+                _environment(policy),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd="/",
                 pass_fds=[other.fileno()],
             )
         self.process, self.end = self._helper.process, self._helper.end
-        self.reply_due = False
+        self.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
         # Wait for the first message, which lists the missing layers
-        hello = self._receive(60.0)
+        hello = self.receive(_START_SECONDS)
         if hello is None:
             self.close()
             raise SandboxUnavailableError(
                 f"the starter process of the sandbox exited with code {self.process.returncode} before it was ready"
             )
         self.missing = hello["missing"]
-        if self.missing and not settings["allow_weaker"]:
-            raise SandboxUnavailableError(
-                f"this system cannot isolate programs fully; missing: {'; '.join(self.missing)}. The sandbox requires "
-                "Linux 5.13 or later on x86-64 or aarch64, and a container whose filter allows both layers. Use "
-                "allow_weaker=True to run programs with the remaining layers"
-            )
+        if self.missing and not policy.allow_weaker:
+            raise _unavailable(policy, self.missing)
 
     def is_usable(self) -> bool:
         """Return whether the process runs and belongs to this one."""
@@ -277,27 +344,33 @@ class Starter:
     def run(self, files: list[int], timeout: float) -> dict[str, Any] | None:
         """Run a program and return the reply, None if the starter has ended or does not answer.
 
-        Args:
-            files: descriptors of the program's text, standard input, output and error; eight with a guest.
-            timeout: time limit of the reply in seconds.
+        ``files`` are the program's text, standard input, output and error; and those of the guest.
         """
-        self.reply_due = True
         try:
             socket.send_fds(self.channel, [b"r"], files)
-        except ConnectionError:
+        except OSError:
             return None
-        reply = self._receive(timeout)
-        self.reply_due = reply is None
-        return reply
+        return self.receive(timeout)
 
-    def _receive(self, timeout: float) -> dict[str, Any] | None:
+    def connect(self) -> socket.socket:
+        """Return the channel of a new session; a process that does not take it ends, and so does the channel."""
+        channel, other = socket.socketpair()
+        with other:
+            try:
+                socket.send_fds(self.channel, [b"o"], [other.fileno()])
+            except OSError:  # it ended or hangs
+                self.end()
+        return channel
+
+    def receive(self, timeout: float, channel: socket.socket | None = None) -> dict[str, Any] | None:
+        """Return the next message; None if the process has ended or sends nothing for ``timeout`` seconds."""
+        channel = self.channel if channel is None else channel
         # Poll instead of a socket time-out: a signal handler could also raise its TimeoutError
-        poll = select.poll()
-        poll.register(self.channel, select.POLLIN)
-        line = b""
+        poll, line = select.poll(), b""
+        poll.register(channel, select.POLLIN)
         try:
             while not line.endswith(b"\n"):
-                if not poll.poll(1000 * timeout) or not (part := self.channel.recv(4096)):
+                if not poll.poll(1000 * timeout) or not (part := channel.recv(4096)):
                     return None
                 line += part
         except ConnectionError:
@@ -305,15 +378,24 @@ class Starter:
         return json.loads(line)
 
 
-def _time_zones() -> dict[str, str]:
-    """Return the variable that names the data of a package, if the system has no time zones."""
-    package = None if any(map(os.path.isdir, zoneinfo.TZPATH)) else find_spec("tzdata")
-    return {"PYTHONTZPATH": f"{Path(package.origin).parent}/zoneinfo"} if package else {}
+def _unavailable(policy: Policy, missing: list[str]) -> SandboxUnavailableError:
+    needs = _NEEDS_NAMESPACES if policy.disk else _NEEDS_CONFINEMENT
+    return SandboxUnavailableError(f"this system cannot isolate programs fully; missing: {'; '.join(missing)}. {needs}")
 
 
-def _memory_file(text: str) -> int:
-    file = os.memfd_create("program")
-    with open(file, "wb", closefd=False) as stream:
-        stream.write(text.encode(errors="replace"))
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
+def _readable_folders(policy: Policy) -> list[str]:
+    """Return the folders that a workspace shows in addition to the system's: those of the policy, and Python's."""
+    pythons = [sys.base_prefix, *(os.path.realpath(folder) for folder in (sys.base_prefix, sys.base_exec_prefix))]
+    own = [os.path.realpath(folder).rstrip("/") for folder in policy.readable]
+    return [*own, *(folder for folder in dict.fromkeys(pythons) if folder != "/usr" and os.path.isdir(folder))]
+
+
+def _environment(policy: Policy) -> dict[str, str]:
+    """Return the variables of a starter: none of the trainer, but for the place of folders that are not in memory."""
+    variables = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC"}
+    if policy.disk:
+        variables["TMPDIR"] = os.environ.get("TMPDIR", "/tmp")
+    # Use the data of a package if the system has no time zones
+    if not any(map(os.path.isdir, zoneinfo.TZPATH)) and (package := find_spec("tzdata")):
+        variables["PYTHONTZPATH"] = f"{Path(package.origin).parent}/zoneinfo"
+    return variables

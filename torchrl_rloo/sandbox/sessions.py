@@ -1,59 +1,52 @@
-"""Python sessions: sandboxed processes that run calls one after another and keep their variables.
-
-The sandbox is that of :mod:`torchrl_rloo.sandbox.sandbox`, see the table there. A session has no network, processes,
-signals or tracing, reads no files but the standard library's, and has limited memory. It cannot write files at all.
-The following applies in addition:
-
-=============================  =========================================================================================
-A session tries                Protection
-=============================  =========================================================================================
-endless loops, sleeping        Another process enforces limits on the time and CPU time of a call.
-work between calls             The session is stopped then, with its threads and timers.
-huge output                    The kernel limits a call to 1 MB, of which head and tail are shown.
-reading other sessions         Sessions fork from a process that saw no call; none may open ``/proc`` or trace.
-false answers                  They end the session; with the call's token they only falsify the session's own result.
-too many sessions              The longest idle session is ended.
-=============================  =========================================================================================
-"""
+"""Sessions of a sandbox: Python interpreters that keep their variables, and workspaces with files and a shell."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
+import contextlib
 import json
-import logging
+import os
 import select
+import shutil
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.sandbox.sandbox import Starter, check_limits
+from torchrl_rloo.runtime import reaper
 
-_LOGGER = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torchrl_rloo.sandbox.sandbox import Policy, Sandbox, Starter
 
-_SERVER = Path(__file__).with_name("python_keeper")
-_MAX_OUTPUT_BYTES = 1 << 20  # that a call may print before it is stopped
+GRACE_S = 30.0  # seconds that a keeper may take in addition to a request's timeout
+_START_SECONDS = 60.0
+_EDIT_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0
+_ROOM_SECONDS = 0.05  # between checks whether another process may start
 _MAX_CODE_BYTES = 1 << 16
-GRACE_S = 30.0  # seconds that the keeper may take in addition to a call's timeout
-_LOST = {"reason": "lost", "ended": True}
+_READ_BYTES = 1 << 16
+
+
+class WorkspaceLostError(RuntimeError):
+    """Error of a workspace whose keeper process has ended or does not answer; its folder is lost."""
 
 
 @dataclass(frozen=True)
 class SessionResult:
-    """Result of a call.
+    """Result of a call of Python code, or of a command of a workspace.
 
     Attributes:
-        reason: ``"ok"``; ``"error"`` (the code raised); ``"memory"``, ``"output"``, ``"timed_out"``, ``"cpu"`` or
-            ``"threads"`` (it exceeded that limit); ``"killed"`` (the process ended in another way); ``"too_long"`` (the
-            code was not run); ``"closed"`` (the session was closed); ``"unavailable"`` (the system could not start a
-            process); ``"lost"`` (all sessions were closed or killed).
+        reason: ``"ok"`` or ``"error"`` (the code raised); of a command ``"exit"`` (it ended). ``"memory"``,
+            ``"output"``, ``"timed_out"``, ``"cpu"``, ``"threads"`` or ``"processes"`` (it exceeded that limit).
+            ``"killed"`` (the process ended in another way); ``"too_long"`` (the code was not run); ``"closed"`` (the
+            session was closed); ``"unavailable"`` (the system could not start a process); ``"lost"`` (the session's
+            keeper was killed).
         output: printed output and the value of the code's last expression; a note replaces the middle of long output.
         error: report of the exception.
+        code: exit code of a command, or minus the number of the signal that ended it; None if a limit did.
         ended: True if the session's process has ended. Its variables are lost, and the next call starts another.
         restarted: True if the process ended after the previous call, so that earlier variables were lost.
     """
@@ -61,222 +54,258 @@ class SessionResult:
     reason: str
     output: str = ""
     error: str = ""
+    code: int | None = None
     ended: bool = False
     restarted: bool = False
 
 
-class PythonSessions:
-    """Pool of sandboxed Python processes, one for each session; the module's docstring describes the sandbox.
+class Link:
+    """Channel to the keeper process of one session, with one request at a time; requests and replies are JSON lines."""
 
-    A keeper process watches them, and a zygote process forks them. Both start with this object and end with it or with
-    this process. A pickled copy and a forked process start their own.
+    def __init__(self, starter: Starter):
+        self._starter, self._channel = starter, starter.connect()
+        self._channel.setblocking(False)
+        self._hello: dict[str, Any] | None = None
+        self._in_flight = self._closed = False
 
-    Args:
-        timeout: limit of a call, in seconds.
-        cpu_seconds: limit of a call in CPU seconds, summed over its threads. None is ``timeout``, rounded up.
-        memory: limit of a session's address space in bytes, of which Python takes about 30 MB.
-        max_output: bytes of a call's output that are shown.
-        max_sessions: limit of processes at a time; an idle one takes about 2 MB. Beyond it, the longest idle process
-            ends; if none is idle, calls wait.
-        allow_weaker: True to also run where the kernel lacks a layer of the sandbox; see
-            :class:`~torchrl_rloo.sandbox.sandbox.Sandbox`.
+    def is_usable(self) -> bool:
+        """Return whether the keeper may live and belongs to this process."""
+        return not self._closed and self._starter.is_usable()
 
-    Attributes:
-        missing: one line for each layer that the system lacks; empty unless ``allow_weaker``.
+    def greet(self) -> dict[str, Any]:
+        """Wait for the keeper's first message, which says what is missing, and return it."""
+        self._hello = self._starter.receive(_START_SECONDS, self._channel)
+        return self._hello or {"missing": ["the keeper process ended"], "place": None}
 
-    Raises:
-        ValueError: if a limit is not positive, ``memory`` is below 64 MB, or ``max_output`` above 1 MB.
-        SandboxUnavailableError: if a layer is missing and ``allow_weaker`` is False, or the system is not Linux.
+    async def exchange(self, request: dict[str, Any], patience: float, files: Sequence[int] = ()) -> dict[str, Any]:
+        """Send a request and return the reply.
 
-    Example:
-        >>> session = PythonSessions().open()
-        >>> session.run("x = 41").reason, session.run("x + 1").output
-        ('ok', '42\\n')
-    """
+        Raises:
+            ConnectionError: if the keeper has ended, or sends nothing for ``patience`` seconds.
+        """
+        self._in_flight = True
+        try:
+            return await asyncio.wait_for(self._exchange(json.dumps(request).encode() + b"\n", files), patience)
+        except asyncio.TimeoutError:
+            self.close(0.0)
+            raise ConnectionError("no answer") from None
+        except (OSError, asyncio.CancelledError):
+            self.close()  # no later request may read this one's answer
+            raise
+        finally:
+            self._in_flight = False
+            if self._closed:
+                self._channel.close()
 
-    def __init__(
-        self,
-        *,
-        timeout: float = 10.0,
-        cpu_seconds: int | None = None,
-        memory: int = 256 << 20,
-        max_output: int = 5_000,
-        max_sessions: int = 1024,
-        allow_weaker: bool = False,
-    ):
-        self.cpu_seconds = check_limits(timeout, cpu_seconds, memory, max_output)
-        if max_output > _MAX_OUTPUT_BYTES:
-            raise ValueError(f"max_output={max_output} must be at most {_MAX_OUTPUT_BYTES} bytes")
-        if max_sessions < 1:
-            raise ValueError(f"max_sessions={max_sessions} must be at least 1")
-        self.timeout, self.memory, self.max_output, self.max_sessions = timeout, memory, max_output, max_sessions
-        self.allow_weaker = allow_weaker
-        self.__setstate__({})
-        self.missing: list[str] = self._running().starter.missing
+    async def _exchange(self, request: bytes, files: Sequence[int]) -> dict[str, Any]:
+        if self._hello is None:
+            self._hello = await self._receive()
+        if files:
+            socket.send_fds(self._channel, [request[:1]], files)
+            request = request[1:]
+        await asyncio.get_running_loop().sock_sendall(self._channel, request)
+        return await self._receive()
 
-    def open(self) -> PythonSession:
-        """Open a session; its process starts at the first call."""
-        return PythonSession(self, next(self._ids))
+    async def _receive(self) -> dict[str, Any]:
+        text = bytearray()
+        while not text.endswith(b"\n"):
+            if not (part := await asyncio.get_running_loop().sock_recv(self._channel, _READ_BYTES)):
+                raise ConnectionResetError("the keeper process has ended")
+            text += part
+        return json.loads(text)
 
-    def close(self) -> None:
-        """End all sessions and the processes that serve them; a later call starts them again."""
-        with self._lock:
-            keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.starter.close()
+    def close(self, patience: float = _CLOSE_SECONDS) -> None:
+        """End the keeper and its processes. Later calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        # A keeper ends when this end is shut; then its own end closes, which also wakes a request of another thread
+        if self._starter.is_usable():
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_WR)
+            if not self._is_ended(patience):
+                reaper.kill_tree(self._hello["pid"]) if self._hello else self._starter.end()
+        if not self._in_flight:  # else the request closes it: a loop may still wait for it
+            self._channel.close()
 
-    def _running(self) -> _Keeper:
-        with self._lock:
-            if self._keeper is None or not self._keeper.alive:
-                limits = {"cpu_seconds": None, "memory": self.memory, "max_output": _MAX_OUTPUT_BYTES}
-                names = ("timeout", "cpu_seconds", "max_output", "max_sessions", "allow_weaker")
-                settings = {name: getattr(self, name) for name in names}
-                self._keeper = _Keeper(settings | {"limits": limits, "serve": str(_SERVER)})
-            return self._keeper
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_keeper", "_lock", "_ids")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._keeper: _Keeper | None = None
-        self._lock, self._ids = threading.Lock(), itertools.count()
+    def _is_ended(self, timeout: float) -> bool:
+        """Return whether the other end closes within a time limit; drop what it still sends."""
+        poll, deadline = select.poll(), time.monotonic() + timeout
+        poll.register(self._channel, select.POLLIN)
+        with contextlib.suppress(OSError):  # it has ended, or the request that waited has closed this end
+            while (left := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(BlockingIOError):
+                    if poll.poll(1000 * left) and not self._channel.recv(_READ_BYTES):
+                        return True
+            return False
+        return True
 
 
 class PythonSession:
-    """Session of one trajectory with its variables, made by :meth:`PythonSessions.open`."""
+    """Session of one conversation with its variables, made by :meth:`Sandbox.open`; its process starts at a call.
 
-    def __init__(self, sessions: PythonSessions, number: int):
-        self._sessions, self._number = sessions, number
+    Calls run one at a time.
+    """
+
+    def __init__(self, sandbox: Sandbox, places: Places):
+        self._sandbox, self._places = sandbox, places
         self._has_state = self._closed = False  # has state: an earlier call may have left variables
+        # Guarded by the lock of the places
+        self.link: Link | None = None
+        self.used, self.is_busy = 0.0, False
 
     def run(self, code: str) -> SessionResult:
-        """Run code and wait for its result; see :meth:`submit`."""
-        return self.submit(code).result()
+        """Run code and wait for its result; see :meth:`call`."""
+        return asyncio.run(self.call(code))
 
-    def submit(self, code: str) -> Future[SessionResult]:
-        """Queue code after the session's earlier calls; its future always gets a result.
-
-        Args:
-            code: source code, run in the session's namespace.
+    async def call(self, code: str) -> SessionResult:
+        """Run code in the session's namespace.
 
         Raises:
-            SandboxUnavailableError: if the keeper process has ended and another cannot start.
+            SandboxUnavailableError: if the starter process has ended and another cannot start.
         """
-        done: Future[SessionResult] = Future()
-        done.set_running_or_notify_cancel()
-        text = code.encode(errors="replace")
-        if self._closed or len(text) > _MAX_CODE_BYTES:
-            done.set_result(SessionResult("closed" if self._closed else "too_long"))
-            return done
-
-        def finish(reply: dict[str, Any]) -> None:
-            restarted = reply.pop("new", False) and self._has_state
-            self._has_state = not reply["ended"]
-            done.set_result(SessionResult(**reply, restarted=restarted))
-
-        self._sessions._running().send({"session": self._number, "code": text.decode()}, finish)
-        return done
+        code = code.encode(errors="replace").decode()
+        if self._closed or len(code.encode()) > _MAX_CODE_BYTES:
+            return SessionResult("closed" if self._closed else "too_long")
+        while not self._places.take(self):
+            await asyncio.sleep(_ROOM_SECONDS)
+        try:
+            if self.link is None:
+                self.link = Link(self._sandbox.host())
+            reply = await self.link.exchange({"code": code}, self._sandbox.policy.patience)
+        except OSError:
+            self._has_state = False
+            return SessionResult("closed" if self._closed else "lost", ended=True)
+        finally:
+            self.is_busy = False
+        restarted, self._has_state = reply.pop("new") and self._has_state, not reply["ended"]
+        return SessionResult(**reply, restarted=restarted)
 
     def close(self) -> None:
         """End the session and its running call."""
-        keeper = self._sessions._keeper
-        if not self._closed and keeper is not None and keeper.alive:
-            keeper.send({"session": self._number})
         self._closed = True
+        if self.link is not None:
+            self.link.close()
 
 
-class _Keeper:
-    """Handle of the keeper process (``python_keeper.py``) and of the calls that it has not answered."""
+class Places:
+    """Limit on the Python sessions that have processes; the longest idle one makes room for another."""
 
-    def __init__(self, settings: dict[str, Any]):
-        self.starter = Starter(settings)
-        patience = struct.pack("ll", int(GRACE_S), 0)
-        self.starter.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
-        self._calls, self._sending, self._ids = _Calls(), threading.Lock(), itertools.count()
-        # The thread must not refer to this object, or it would keep it alive
-        listener = self.starter.channel.dup(), self.starter.end, self._calls, settings["timeout"] + GRACE_S
-        threading.Thread(target=_listen, args=listener, daemon=True, name="python sessions").start()
+    def __init__(self, limit: int):
+        self._limit, self._lock = limit, threading.Lock()
+        self._sessions: weakref.WeakSet[PythonSession] = weakref.WeakSet()
 
-    @property
-    def alive(self) -> bool:
-        return self.starter.is_usable() and not self._calls.over
-
-    def send(self, request: dict[str, Any], finish: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Send a request; another thread calls ``finish`` once with its answer."""
-        if finish is not None:
-            request["call"] = next(self._ids)
-            if not self._calls.add(request["call"], finish):
-                return
-        try:
-            with self._sending:
-                self.starter.channel.sendall(json.dumps(request).encode() + b"\n")
-        except OSError:  # the process ended or hangs; the listener then answers its calls
-            self.starter.end()
-
-
-class _Calls:
-    """Calls in flight, with the functions that receive their answers."""
-
-    def __init__(self) -> None:
-        self.over = False
-        self.since = 0.0  # time of the last answer, or of the first call after a pause
-        self._waiting: dict[int, Callable[[dict[str, Any]], None]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, number: int, finish: Callable[[dict[str, Any]], None]) -> bool:
+    def take(self, session: PythonSession) -> bool:
+        """Return whether a call of a session may start, and mark it as busy."""
         with self._lock:
-            if not self._waiting:
-                self.since = time.monotonic()
-            if not self.over:
-                self._waiting[number] = finish
-                return True
-        finish(_LOST.copy())
-        return False
-
-    def answer(self, reply: dict[str, Any]) -> None:
-        with self._lock:
-            self.since = time.monotonic()
-            finish = self._waiting.pop(reply.pop("call"))
-        finish(reply)
-
-    def overdue(self, patience: float) -> bool:
-        with self._lock:
-            return bool(self._waiting) and time.monotonic() > self.since + patience
-
-    def end(self) -> None:
-        with self._lock:
-            self.over, waiting = True, list(self._waiting.values())
-            self._waiting.clear()
-        for finish in waiting:
-            finish(_LOST.copy())
+            if session.link is not None and not session.link.is_usable():
+                session.link = None
+            if session.link is None:
+                live = [other for other in self._sessions if other is not session and (other.link or other.is_busy)]
+                idle = [other for other in live if not other.is_busy]
+                if len(live) >= self._limit:
+                    if not idle:
+                        return False
+                    oldest = min(idle, key=lambda other: other.used)
+                    oldest.link.close()
+                    oldest.link = None
+                self._sessions.add(session)
+            session.is_busy, session.used = True, time.monotonic()
+            return True
 
 
-def _listen(channel: socket.socket, end: Callable[[], object], calls: _Calls, patience: float) -> None:
-    """Distribute answers until the process ends, or leaves a call unanswered for longer than ``patience`` seconds.
+class WorkspaceSession:
+    """Folder of one conversation, made by :meth:`Sandbox.open`; close it to remove the folder and its processes.
 
-    Args:
-        channel: socket to the process.
-        end: function that kills the process.
-        calls: calls in flight.
-        patience: limit between two answers.
+    Requests run one at a time.
+
+    Attributes:
+        pid: id of the process that keeps the workspace.
     """
-    poll, text = select.poll(), b""
-    poll.register(channel, select.POLLIN)
-    try:
-        # Wake up once a second, to notice overdue calls
-        while not calls.overdue(patience):
-            if not poll.poll(1000):
-                continue
-            if not (part := channel.recv(1 << 16)):
-                break
-            *lines, text = (text + part).split(b"\n")
-            for line in lines:
-                calls.answer(json.loads(line))
-    except ConnectionError:
-        _LOGGER.debug("the keeper process of Python sessions has ended", exc_info=True)
-    finally:
-        # No answer can arrive after this: end the calls that wait
-        end()
-        channel.close()
-        calls.end()
+
+    def __init__(self, link: Link, hello: Mapping[str, Any], files: dict[str, str], policy: Policy):
+        self._link, self._files, self._policy = link, files, policy
+        self.pid, self._place = hello["pid"], hello["place"]  # place: of a folder that is not in memory
+
+    def run(self, command: str, timeout: float | None = None) -> SessionResult:
+        """Run a command and wait for its result; see :meth:`call`."""
+        return asyncio.run(self.call(command, timeout))
+
+    async def call(self, command: str, timeout: float | None = None) -> SessionResult:
+        """Run a command of the shell in the folder.
+
+        Args:
+            command: text for ``bash``, or ``sh`` where there is none.
+            timeout: limit in seconds. None is the policy's.
+
+        Raises:
+            WorkspaceLostError: if the keeper process has ended or does not answer.
+        """
+        timeout = self._policy.timeout if timeout is None else timeout
+        reply = await self._request("run", timeout, command=command.replace("\0", ""))
+        return SessionResult(reply["reason"], reply["output"], code=reply.get("code"))
+
+    async def edit(self, operation: str, **arguments: Any) -> tuple[bool, str]:
+        """Do a file operation (``"view"``, ``"create"`` or ``"replace"``), see ``workspace_files``.
+
+        Returns:
+            Whether it succeeded, and the text for the policy.
+
+        Raises:
+            WorkspaceLostError: if the keeper process has ended or does not answer.
+        """
+        reply = await self._request(operation, _EDIT_SECONDS, arguments=arguments)
+        if reply["reason"] != "exit" or reply["code"] != 0:
+            return False, f"the file operation was stopped ({reply['reason']}): try a smaller file"
+        result = json.loads(reply["output"])
+        return result["ok"], result["text"]
+
+    async def judge(self, tests: Mapping[str, Any], program: Mapping[str, Any], timeout: float) -> str:
+        """Run tests in one process and the program that they test in another; return what the judge printed.
+
+        The arguments are those of :meth:`Sandbox.judge`, and a limit in seconds.
+
+        Raises:
+            WorkspaceLostError: if the keeper process has ended or does not answer.
+        """
+        with contextlib.ExitStack() as stack:
+            files = []
+            for task in (tests, program):
+                files.append(memory_file(json.dumps(task).encode()))
+                stack.callback(os.close, files[-1])
+            return (await self._request("test", timeout, files))["output"]
+
+    async def _request(self, operation: str, timeout: float, files: Sequence[int] = (), **values: Any) -> Any:
+        if self._files:
+            first, self._files = self._files, {}
+            written, text = await self.edit("write_all", files=first)
+            if not written:
+                self.close()
+                raise ValueError(f"the first files of a workspace cannot be written: {text}")
+        request = {"operation": operation, "timeout": timeout} | values
+        try:
+            return await self._link.exchange(request, timeout + GRACE_S, files)
+        except OSError as error:
+            self.close()
+            raise WorkspaceLostError(f"the keeper process of a workspace was lost: {error}") from None
+
+    def close(self) -> None:
+        """End all processes of the folder and remove it. Later calls do nothing."""
+        self._link.close()
+        if self._place is not None:
+            shutil.rmtree(self._place, ignore_errors=True)
+
+    def __enter__(self) -> WorkspaceSession:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def memory_file(content: bytes) -> int:
+    """Return the descriptor of a new file in memory, at its beginning."""
+    file = os.memfd_create("program")
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(content)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file

@@ -14,15 +14,9 @@ from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.envs.tasks import TASKS, load_task
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.sandbox.sandbox import Sandbox, SandboxUnavailableError
 
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
 STANDARD = [name for name in TASKS if name != "custom"]  # custom has no dataset, rewards or scorer
-NAMES = [pytest.param(n, marks=pytest.mark.skipif(n == "code" and bool(MISSING), reason=MISSING)) for n in STANDARD]
+NAMES = [pytest.param(n, marks=[pytest.mark.usefixtures("sandboxed")] * (n == "code")) for n in STANDARD]
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
 HUMANEVAL = {
@@ -174,7 +168,7 @@ def scores(task, rows: list[dict[str, Any]], completions: list[str]) -> list[lis
     return [call_reward(function, batch).scores for function in [*task.make_rewards(), task.make_scorer()]]
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.usefixtures("sandboxed")
 def test_functions_of_humaneval_and_apps_are_judged():
     programs = ["def undo(s):\n    return s[::-1]", "def undo(s):\n    return s"]
     programs += ["def add(a, b):\n    return a + b", "def add(a, b):\n    return a - b"]

@@ -10,8 +10,7 @@ from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.search import SearchTool
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
-from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
-from torchrl_rloo.sandbox.workspace import Workspace
+from torchrl_rloo.envs.tools.workspace import FileEditTool, ShellTool, Workspace
 
 __all__ = [
     "PARSERS",

@@ -14,12 +14,11 @@ from torchrl_rloo.data.rows import non_tensor_value
 from torchrl_rloo.data.stop_reasons import abstains, stop_reason
 from torchrl_rloo.envs.tools.parsers import Parser
 from torchrl_rloo.envs.tools.tool import Tool
-from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
+from torchrl_rloo.envs.tools.workspace import FileEditTool, ShellTool, Workspace
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.rewards.code import make_tasks, read_verdicts
 from torchrl_rloo.rewards.code_names import BrokenTestsError
 from torchrl_rloo.runtime.call_pool import CallLimit
-from torchrl_rloo.sandbox.workspace import Workspace
 
 _IMPORT = """
 try:

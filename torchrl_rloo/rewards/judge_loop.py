@@ -1,4 +1,4 @@
-"""Worker process of :class:`~torchrl_rloo.sandbox.process_judge.ProcessJudge`; its argument is the path of a judge.
+"""Worker process of :class:`~torchrl_rloo.rewards.process_judge.ProcessJudge`: a script whose argument names a judge.
 
 It does not import the toolkit, so it starts in about a second and needs about 60 MB. Requests and replies are lines of
 JSON. A request is ``[limit, gold, text]`` with a limit in seconds of CPU time. The first reply tells whether the gold
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
+    FOLDER = sys.path.pop(0)  # of this script, whose files are not top-level modules
 
 import importlib.util
 import json
@@ -54,7 +54,7 @@ def _read_line() -> bytes:
     return bytes(line)
 
 
-def main(script: str) -> None:
+def main(folder: str, name: str) -> None:
     """Fork processes that answer requests, one at a time, until standard input closes."""
     # Leave Ctrl-C to the training process, and keep the output of libraries out of the replies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -64,8 +64,7 @@ def main(script: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.set_int_max_str_digits(0)  # the limit of CPU time bounds large numbers
-    name = os.path.basename(script).removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(name, script)
+    spec = importlib.util.spec_from_file_location(name, os.path.join(folder, f"{name}.py"))
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     judge = module.make_judge()
@@ -82,4 +81,4 @@ def main(script: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(FOLDER, sys.argv[1])

@@ -1,12 +1,17 @@
-"""Tools ``shell`` and ``edit``, which work on the folder of their conversation."""
+"""Workspace of a conversation, and the tools ``shell`` and ``edit`` that work on its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
-from torchrl_rloo.sandbox.workspace import GRACE_S, Workspace, WorkspaceFolder
+from torchrl_rloo.runtime.lookup import import_room
+
+if TYPE_CHECKING:
+    import os
+
+    from torchrl_rloo.sandbox import WorkspaceSession
 
 _MESSAGES = {
     "timed_out": "The command ran for longer than {timeout:g} s and was stopped, with all its processes.",
@@ -22,20 +27,88 @@ _ARGUMENTS = {  # of the file operations: those that must be given, and the othe
 }
 
 
+class Workspace:
+    """Settings of the folders in which the tools of conversations work.
+
+    :class:`~torchrl_rloo.envs.tools.ShellTool` and :class:`~torchrl_rloo.envs.tools.FileEditTool` with the same
+    workspace share one folder in each conversation. It begins with the files of the conversation's row and is removed
+    with the conversation. The module :mod:`torchrl_rloo.sandbox` describes the sandbox.
+
+    Args:
+        files: column of the first files, a mapping of paths in the folder to texts. A row without it begins empty.
+        readable: folders of the machine that commands can read in addition to the system's and Python's, at the same
+            paths, such as a virtual environment. Their folders ``bin`` come first in ``PATH``.
+        timeout: limit of a command in seconds.
+        memory: limit in bytes on the address space of a process, and on the memory of all processes of a command.
+        disk: limit in bytes on the files of a conversation.
+        processes: limit of processes at a time.
+        max_output: bytes of a command's output that are shown.
+        allow_weaker: True to also work where the system has no namespaces. Commands then run as your user, with your
+            files and network, in a temporary folder without a limit on its size. Their processes still end.
+
+    Attributes:
+        sandbox: :class:`~torchrl_rloo.sandbox.Sandbox` that opens the folders; its ``missing`` lists what the system
+            lacks.
+
+    Raises:
+        ValueError: if a limit is not positive, ``memory`` is below 64 MB, or a readable folder does not exist.
+        SandboxUnavailableError: if the system has no namespaces and ``allow_weaker`` is False, or is not Linux.
+
+    Example:
+        >>> with Workspace().open({"hello.txt": "hello"}) as folder:
+        ...     folder.run("cat hello.txt; ls /home").output
+        "hellols: cannot access '/home': No such file or directory\\n"
+    """
+
+    def __init__(
+        self,
+        *,
+        files: str = "files",
+        readable: Sequence[str | os.PathLike] = (),
+        timeout: float = 20.0,
+        memory: int = 512 << 20,
+        disk: int = 64 << 20,
+        processes: int = 64,
+        max_output: int = 5_000,
+        allow_weaker: bool = False,
+    ):
+        if disk < 1 or max_output < 1:
+            raise ValueError(f"disk={disk} must be at least 1, and max_output={max_output}")
+        self.files, self.timeout = files, timeout
+        self.sandbox = import_room("sandbox", "Workspace").Sandbox(
+            timeout=timeout,
+            memory=memory,
+            disk=disk,
+            processes=processes,
+            shown=max_output,
+            readable=tuple(map(str, readable)),
+            allow_weaker=allow_weaker,
+        )
+
+    def open(self, files: Mapping[str, str] | None = None) -> WorkspaceSession:
+        """Open a folder with its first files, a mapping of paths in it to texts.
+
+        Raises:
+            ValueError: if ``files`` has another form.
+            SandboxUnavailableError: if the system lacks something.
+        """
+        return self.sandbox.open(files)
+
+
 class _WorkspaceTool(Tool):
     """Tool with the folder of the conversation as its state, which the tools of a workspace share."""
 
     def __init__(self, workspace: Workspace, name: str, description: str, properties: dict, required: list[str]):
         self.workspace = workspace
         parameters = {"type": "object", "properties": properties, "required": required}
-        super().__init__(name, description, parameters, timeout=workspace.timeout + GRACE_S)
+        super().__init__(name, description, parameters, timeout=workspace.sandbox.policy.patience)
         self.state_key = workspace
 
-    def open(self, columns: Mapping[str, Any]) -> WorkspaceFolder:
+    def open(self, columns: Mapping[str, Any]) -> WorkspaceSession:
         """Open the folder with the row's first files."""
         return self.workspace.open(columns.get(self.workspace.files))
 
-    def close(self, state: WorkspaceFolder) -> None:
+    def close(self, state: WorkspaceSession) -> None:
         """Remove the folder and end its processes."""
         state.close()
 
@@ -65,13 +138,13 @@ class ShellTool(_WorkspaceTool):
             ["command"],
         )
 
-    async def call(self, state: WorkspaceFolder, /, command: str) -> str:
+    async def call(self, state: WorkspaceSession, /, command: str) -> str:
         """Run a command and return what the policy reads.
 
         Raises:
             ToolError: if the command exceeded a limit; a timeout is also a ``TimeoutError``.
         """
-        result, space = await state.run(command), self.workspace
+        result, space = await state.call(command), self.workspace.sandbox.policy
         output = result.output.rstrip("\n")
         if result.reason == "exit":
             code = f"[exit code {result.code}]" if result.code else ""
@@ -117,7 +190,7 @@ class FileEditTool(_WorkspaceTool):
             ["action", "path"],
         )
 
-    async def call(self, state: WorkspaceFolder, /, action: str, **arguments: Any) -> str:
+    async def call(self, state: WorkspaceSession, /, action: str, **arguments: Any) -> str:
         """Do a file operation and return what the policy reads.
 
         Raises:

@@ -34,7 +34,7 @@ class ProcessJudge:
     contain them, and a forked process starts new ones.
 
     Args:
-        script: path of the module that compares, which does not import the toolkit.
+        kind: name of the module of this folder that compares, which does not import the toolkit.
         timeout: seconds of CPU time per comparison.
         workers: maximum number of workers of :meth:`judge_rows`; None uses one per CPU, and at most 8.
 
@@ -46,12 +46,12 @@ class ProcessJudge:
         ValueError: if ``timeout`` is not positive and finite, or ``workers`` is less than 1.
     """
 
-    def __init__(self, script: str | os.PathLike, timeout: float, *, workers: int | None = None):
+    def __init__(self, kind: str, timeout: float, *, workers: int | None = None):
         if not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"timeout={timeout} must be a positive, finite number of seconds")
         if workers is not None and workers < 1:
             raise ValueError(f"workers={workers} must be at least 1, or None")
-        self._script = os.fspath(script)
+        self._kind = kind
         self.timeout, self.timeouts, self.lost_seconds, self._example = timeout, 0, 0.0, ""
         self.workers = workers or min(8, os.cpu_count() or 1)
         self._idle: list[_Worker] = []
@@ -118,7 +118,7 @@ class ProcessJudge:
             try:
                 worker = self._idle.pop()
             except IndexError:  # no idle worker, or another thread took it
-                return _Worker(self._script)
+                return _Worker(self._kind)
             if worker.is_usable():
                 return worker
 
@@ -129,15 +129,13 @@ class ProcessJudge:
 class _Worker(HelperProcess):
     """Handle of a process that runs ``judge_loop.py``."""
 
-    def __init__(self, script: str):
+    def __init__(self, kind: str):
         environment = short_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, str(_SCRIPT), script]
+        command = [sys.executable, str(_SCRIPT), kind]
         super().__init__(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         weakref.finalize(self, _close, self.process)
         if self.receive() is None:
-            raise RuntimeError(
-                f"the judge {Path(script).stem} exited with code {self.process.wait()} before it was ready"
-            )
+            raise RuntimeError(f"the {kind} exited with code {self.process.wait()} before it was ready")
 
     def send(self, request: list[Any]) -> None:
         self.process.stdin.write(json.dumps(request) + "\n")
