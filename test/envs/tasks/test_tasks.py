@@ -16,7 +16,15 @@ from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 
 STANDARD = [name for name in TASKS if name != "custom"]  # custom has no dataset, rewards or scorer
-NAMES = [pytest.param(n, marks=[pytest.mark.usefixtures("sandboxed")] * (n == "code")) for n in STANDARD]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Return the name of a task, which this system can run."""
+    if request.param == "code":
+        request.getfixturevalue("sandboxed")
+    return request.param
+
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
 HUMANEVAL = {
@@ -145,7 +153,7 @@ def test_generated_rows(name):
     assert train.conversational and train.columns == held_out.columns
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.values != ("repository",)])  # scored by its transform
+@pytest.mark.parametrize("name", [n for n in STANDARD if n != "repository"], indirect=True)  # scored by its transform
 def test_right_answers_earn_all_and_wrong_ones_less(name):
     task = TASKS[name]
     raw = task.synthetic_rows("train", 24, 0)
@@ -197,7 +205,7 @@ def test_what_the_reward_takes_for_one_answer_is_one_vote(name, one, another, no
     assert [vote(text) for text in none] == [None]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STANDARD, indirect=True)
 def test_a_policy_is_rewarded_in_every_task(name):
     """Run the whole path with a randomly initialized model: prompts, sampling, rewards, rows."""
     task, tokenizer = TASKS[name], build_tokenizer()
