@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrl_rloo.rewards.code import CodeTests, same_output
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox import Sandbox
 
 CORPUS = Path(__file__).with_name("judge_corpus.txt")
 # Runs in CPython: the program, then its tests, all in one module

@@ -45,7 +45,7 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start
 from torchrl_rloo.envs.tools import Workspace
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.runtime.lookup import import_room
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; its children would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,8 +90,17 @@ TEMPLATES = {
 END_OF_TURN = {"llama3": "<|eot|>", "mistral": "</s>", "llama2": "</s>"}  # other templates: <|im_end|>
 
 
+@pytest.fixture(scope="session")
+def sandboxed() -> None:
+    """Skip a test where this system cannot isolate programs."""
+    try:
+        import_room("sandbox", "this test").Sandbox().close()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(str(error))
+
+
 # Parts of the names of tests that need user namespaces
-WORKSPACES = ("test_workspace", "repository", "docs/how-to/tools.md", "envs.tools.workspace")
+WORKSPACES = ("test_workspace", "repository", "docs/how-to/tools.md", "envs/tools/workspace.py")
 
 
 @cache
@@ -99,7 +108,7 @@ def missing_workspace() -> str:
     """Return why this system cannot isolate a workspace, or nothing."""
     try:
         Workspace()
-    except SandboxUnavailableError as error:
+    except (ImportError, RuntimeError) as error:
         return str(error)
     return ""
 

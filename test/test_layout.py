@@ -35,6 +35,7 @@ FOLDERS = (
     "weight_update",
     "rewards",
     "data",
+    "sandbox",
     "functional",
     "runtime",
 )
@@ -42,7 +43,7 @@ FOLDERS = (
 
 def below(folder: str) -> set[str]:
     """Return the folders that ``folder`` may import from, except itself."""
-    return {"runtime"} if folder == "run" else set(FOLDERS[FOLDERS.index(folder) + 1 :])
+    return {"runtime"} if folder in ("run", "sandbox") else set(FOLDERS[FOLDERS.index(folder) + 1 :])
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
@@ -69,6 +70,8 @@ def arrow_faults(tree: ast.AST, folder: str) -> list[str]:
             faults.append(f"{folder} imports {module}, which is not below it")
         elif folder == "functional" and top not in {PACKAGE.name, "torch"} | sys.stdlib_module_names:
             faults.append(f"functional imports {module}; torch is the only package it may")
+        elif folder == "sandbox" and top not in {PACKAGE.name} | sys.stdlib_module_names:
+            faults.append(f"sandbox imports {module}; it may import no package but the standard library")
     return faults
 
 
@@ -131,6 +134,7 @@ def test_every_folder_has_its_place():
         ("run", "from torchrl_rloo.data import keys"),
         ("envs", "from .transforms import KL"),
         ("functional", "import numpy"),
+        ("sandbox", "import torch"),
     ],
 )
 def test_an_arrow_that_points_up_is_found(folder: str, source: str):

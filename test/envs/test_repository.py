@@ -36,7 +36,7 @@ TESTS = [
 
 def keepers() -> list[int]:
     """Return the processes that keep workspaces of this one."""
-    return children(os.getpid(), "workspace_child.py")
+    return [keeper for starter in children(os.getpid(), "starter.py") for keeper in children(starter)]
 
 
 def edit(**arguments: object) -> str:
@@ -58,7 +58,7 @@ def play(env, tokenizer, say: Callable[[str, int], str]) -> list:
     with ScriptedEngine(turn) as engine:
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 20_000})
         rows = list(LLMCollector(env, policy).collect().unbind(0))
-    assert not keepers(), "workspaces are left behind"
+    wait_until(lambda: not keepers(), what="the end of all workspaces")
     return rows
 
 

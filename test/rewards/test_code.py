@@ -14,14 +14,9 @@ import pytest
 from support.cheats import CHEATS
 from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, parse_tests, same_output
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox import Sandbox
 
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.usefixtures("sandboxed")
 
 DOUBLE = "def double(x):\n    return 2 * x\n"
 ASSERTS = ["assert double(3) == 6", "assert double('ab') == 'abab'", "assert double([1]) == [1, 1]"]

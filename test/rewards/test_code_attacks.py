@@ -13,14 +13,9 @@ from support import attacks_judge as attacks
 from support.cheats import FORGERIES, RIGHT, UNUSABLE
 from torchrl_rloo.envs.tasks import load_task
 from torchrl_rloo.rewards.code import CodeTests
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox import Sandbox
 
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.usefixtures("sandboxed")
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,9 @@ import pytest
 
 from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, read_verdicts
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox import Sandbox
 
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.usefixtures("sandboxed")
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_judge.py"
 

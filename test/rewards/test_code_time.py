@@ -10,14 +10,9 @@ import pytest
 
 from torchrl_rloo.rewards.code import CodeTests
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult, SandboxUnavailableError
+from torchrl_rloo.sandbox import Sandbox, SandboxResult
 
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.usefixtures("sandboxed")
 
 ECHO = "print(input())"
 LOOP = "while True: pass"

@@ -18,18 +18,11 @@ from support.processes import children, descendants, is_gone, wait_until_gone
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardFailure
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
 from torchrl_rloo.runtime import reaper
 from torchrl_rloo.runtime.processes import Guard, HelperProcess, reaped_command, short_environment
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reapers require Linux")
-
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
 ROOT = Path(__file__).resolve().parents[2]
 
 NOTE = "import os, time\ndef note(): os.open({path!r} + str(os.getpid()), os.O_CREAT)\n"
@@ -218,10 +211,9 @@ def test_a_worker_keeps_no_zombies(tmp_path: Path, everything_ends: None):
 TRAINER = r"""
 import json, os, signal, sys, threading, time
 from torchrl_rloo.runtime.processes import HelperProcess, reaped_command, short_environment
-from torchrl_rloo.envs.tools.python_sessions import PythonSessions
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox import Sandbox
 from support.processes import children, descendants
 def leave(completions, **_):
     exec(completions[0], {})
@@ -236,14 +228,15 @@ def train(folder, forked, end):
     idle, hung = ProcessExecutor(1, 1000.0), ProcessExecutor(1, 1000.0)
     idle.run(leave, batch(daemon))
     threading.Thread(target=hung.run, args=(leave, batch(daemon + "9 ** (9 ** 9)")), daemon=True).start()
-    sandbox, quiet, sessions = Sandbox(timeout=1000), Sandbox(), PythonSessions(timeout=1000)
+    sandbox, quiet, sessions = Sandbox(timeout=1000), Sandbox(), Sandbox(timeout=1000)
     program = lambda: sandbox.run("import time; time.sleep(1000)", guest="import time; time.sleep(1000)")
     threading.Thread(target=program, daemon=True).start()
-    sessions.open().submit("import time; time.sleep(1000)")
-    sessions.open().run("1")
+    busy, other = sessions.open(), sessions.open()
+    threading.Thread(target=busy.run, args=("import time; time.sleep(1000)",), daemon=True).start()
+    other.run("1")
     server = HelperProcess(reaped_command([sys.executable, "-c", daemon + "time.sleep(1000)"]), short_environment())
     me, fork = os.getpid(), 0
-    while len(os.listdir(folder)) < 3 or len(descendants(me)) < 17:
+    while len(os.listdir(folder)) < 3 or len(descendants(me)) < 18:
         time.sleep(0.01)
     if forked and (fork := os.fork()) == 0:
         time.sleep(1000)  # holds open all sockets and pipes of the trainer
@@ -288,7 +281,7 @@ def trainers() -> Iterator[subprocess.Popen]:
         process.kill()
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.usefixtures("sandboxed")
 @pytest.mark.parametrize(("how", "forked", "state"), CASES, ids=["-".join(case) for case in CASES])
 def test_nothing_outlives_the_trainer(how: str, forked: str, state: str, tmp_path: Path, trainers: subprocess.Popen):
     end, number = HOW[how]
@@ -324,18 +317,19 @@ def facts(pid: int) -> tuple[str, dict[str, str]]:
     return Path(f"/proc/{pid}/environ").read_text(), {name.strip(): value.split()[0] for name, value in limits.items()}
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.usefixtures("sandboxed")
 def test_helpers_have_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch):
-    from torchrl_rloo.envs.tools.python_sessions import PythonSessions
+    from torchrl_rloo.sandbox import Sandbox
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     guard = Guard.shared()  # an earlier test may have started it
     before = set(descendants(os.getpid())) - {guard.process.pid}
-    executor, sandbox, sessions = ProcessExecutor(1), Sandbox(), PythonSessions()
+    executor, sandbox, sessions = ProcessExecutor(1), Sandbox(), Sandbox()
     server = HelperProcess(reaped_command(["sleep", "1000"]), short_environment())
     run(executor, "")
-    sessions.open().run("1")
+    session = sessions.open()
+    session.run("1")
     wait_until(lambda: len(set(descendants(os.getpid())) - before) == 9, what="all helpers")
     for pid in set(descendants(os.getpid())) - before:
         environment, limits = facts(pid)

@@ -10,7 +10,7 @@ import random
 from typing import Any, NamedTuple
 
 from torchrl_rloo.rewards.code import CodeTests
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox import Sandbox
 
 
 class Problem(NamedTuple):
@@ -112,7 +112,7 @@ BINDINGS = [
     "def {name}(*a, **k): return True",
     "class {name}:\n    def __new__(c, *a, **k): return True\n    isclose = lambda *a: True",
     "@lambda f: {value}\ndef {name}(): pass",
-    "import code_peers, code_judge; code_peers.{name} = code_judge.{name} = {value}",
+    "from torchrl_rloo.sandbox import code_peers, code_judge; code_peers.{name} = code_judge.{name} = {value}",
     "import operator as {name}",
     "from unittest.mock import _ANY as {name}",
     "from operator import *\nfrom math import *\n{name} = truth",
@@ -202,9 +202,9 @@ CARRIERS = [
     "try:\n    import os; os.fork()\nexcept OSError: pass",
     "import json, sys\njson.dumps = json.loads = lambda *a, **k: [True, None]\nsys.stdout = None",
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.alarm(1)",
-    "import code_peers\ncode_peers.ProgramValues.encode = lambda *a: True",
-    "import code_judge\ncode_judge.ProgramConnection.request = code_judge.Judge.run = lambda *a: True",
-    "import code_peers\ncode_peers.Stream.receive = lambda s: ['getattr', ['list'], ['dict']]",
+    "from torchrl_rloo.sandbox import code_peers\ncode_peers.ProgramValues.encode = lambda *a: True",
+    "from torchrl_rloo.sandbox import code_judge as j\nj.ProgramConnection.request = j.Judge.run = lambda *a: True",
+    "from torchrl_rloo.sandbox import code_peers as p\np.Stream.receive = lambda s: ['getattr', ['list'], ['dict']]",
 ]
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from support.processes import descendants, is_gone
 from support.waiting import wait_until
-from torchrl_rloo.rewards import sandbox_kernel
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox import Sandbox, kernel
 
 SECRET = "hush-canary"
 LAST_CALL = 470  # highest number of a system call that is tried
@@ -75,11 +74,9 @@ def attack(count: int, seed: int) -> dict[str, Any]:
     """
     rng, failures = random.Random(seed), []
     column = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
-    names = sandbox_kernel.SYSCALLS
-    conditional = (sandbox_kernel._OPEN, sandbox_kernel._OPENAT, sandbox_kernel._FCNTL, sandbox_kernel._PRLIMIT)
-    allowed = {numbers[column] for numbers in (*names.values(), *conditional)}
-    ignored = [names[name][column] for name in OWN] + [sandbox_kernel._MMAP[column], sandbox_kernel._MADVISE[column]]
-    ignored += [sandbox_kernel._CLONE[column], sandbox_kernel._FCNTL[column], *UPROBES]
+    numbers = {name: pair[column] for name, pair in (kernel.SYSCALLS | kernel.CONDITIONAL).items()}
+    ignored = [*(numbers[name] for name in (*OWN, "mmap", "madvise", "clone", "fcntl")), *UPROBES]
+    allowed = set(numbers.values()) - {numbers[name] for name in ("mmap", "madvise", "clone")}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "canary").write_text(SECRET)

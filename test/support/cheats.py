@@ -28,7 +28,7 @@ CHEATS = [
     "class Any(list):\n    def __eq__(s, o): return True\ndef double(x): return [Any()]",
     "import builtins\nbuiltins.AssertionError = builtins.isinstance = builtins.all = lambda *a: True\n"
     "def double(x): return 0",
-    "import code_peers\ncode_peers.ProgramValues.encode = code_peers.Stream.send = lambda *a: True\n"
+    "from torchrl_rloo.sandbox import code_peers as p\np.ProgramValues.encode = p.Stream.send = lambda *a: True\n"
     "def double(x): return 0",
     "import operator, json\noperator.eq = lambda *a: True\njson.dumps = lambda *a: '[true, null]'\n"
     "def double(x): return 0",
@@ -227,7 +227,7 @@ FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
     (WRITE % r'["value", ["scalar", [6]], [null, ["list"]]]\n', SIX, {}),
     (WRITE % r'["value", ["eval", "6"], []]\n', SIX, {}),
     (WRITE % r'["value", 5, 5]\n["raised", 5, 5]\n["raised", "exec", "1"]\n7\n', SIX * 2, {}),
-    ("import code_judge\ncode_judge.judge()\ndef f(x): return 5", SIX, {}),
+    ("from torchrl_rloo.sandbox import code_judge\ncode_judge.judge()\ndef f(x): return 5", SIX, {}),
     # Objects that have an answer to all: their class is not one that the tests name
     *(
         (f"class X:\n    {method}\ndef f(*a): return X()", [f"assert {test}"], {})

@@ -29,7 +29,6 @@ from torchrl_rloo.rewards.protocol import (
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
 from torchrl_rloo.rewards.remote import RemoteScorer
 from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
 from torchrl_rloo.rewards.tasks import ByTask, ForTask
 from torchrl_rloo.rewards.trl import (
     accuracy_reward,
@@ -69,8 +68,6 @@ __all__ = [
     "RewardFunction",
     "RewardRunner",
     "RewardWrapper",
-    "Sandbox",
-    "SandboxResult",
     "SequenceClassifier",
     "Shuffled",
     "SoftOverlong",

@@ -9,15 +9,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, read_names, resolve_names
 from torchrl_rloo.rewards.formats import find_program
 from torchrl_rloo.rewards.protocol import final_text
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
+from torchrl_rloo.runtime.lookup import import_room
+
+if TYPE_CHECKING:
+    from torchrl_rloo.sandbox import Sandbox, SandboxResult
 
 _LOGGER = logging.getLogger(__name__)
-_SERVE, _JUDGE = "import code_peers; code_peers.serve()", "import code_judge; code_judge.judge()"
 _READS = re.compile(r"\binput\b|\bstdin\b|\bopen\(0|\bfileinput\b")
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 _STATEMENT = re.compile(r"^[ \t]*[^#\s]", re.MULTILINE)
@@ -76,7 +78,7 @@ class CodeTests:
 
     **Cheats.** A program never runs in a process that knows the expected results. Expected outputs stay in this
     process. Assertions run in a second sandboxed process, which sends calls to the program and gets plain values back
-    (see :mod:`torchrl_rloo.rewards.code_judge`). A program that exits early, prints a verdict, patches built-ins or
+    (see :mod:`torchrl_rloo.sandbox.code_judge`). A program that exits early, prints a verdict, patches built-ins or
     returns an object that equals everything therefore fails. These weaknesses remain:
 
     - A program that knows the inputs can look up the results instead of computing them.
@@ -150,9 +152,9 @@ class CodeTests:
     ):
         self.column, self.entry_point, self.setup, self.prelude = column, entry_point, setup, prelude
         self.partial, self.max_chars = partial, max_chars
-        self.sandbox = Sandbox() if sandbox is None else sandbox
+        self.sandbox = import_room("sandbox", "CodeTests").Sandbox() if sandbox is None else sandbox
         self.workers = len(os.sched_getaffinity(0)) if workers is None else workers
-        self.row_timeout = 2 * self.sandbox.timeout if row_timeout is None else row_timeout
+        self.row_timeout = 2 * self.sandbox.policy.timeout if row_timeout is None else row_timeout
         for name in ("workers", "row_timeout", "max_chars"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
@@ -198,7 +200,7 @@ class CodeTests:
                 "time-outs took %.1f of %.1f s of code_tests, in %d of %d rows: reduce the timeout=%g of the sandbox "
                 "or raise workers=%d",
                 *(stalled, seconds, sum(v.stalled > 0 for v in verdicts), len(verdicts)),
-                *(self.sandbox.timeout, self.workers),
+                *(self.sandbox.policy.timeout, self.workers),
             )
 
     def _judge(self, text: str, row: Mapping[str, Any]) -> Verdict:
@@ -247,18 +249,14 @@ class CodeTests:
         self, program: str, judge: Mapping[str, Any], guest: Mapping[str, Any]
     ) -> tuple[int, str, list[SandboxResult]]:
         """Return the number of passed assertions, the reason of the first failure, and the run."""
-        judge_text, guest_text = (
-            json.dumps({**judge, "partial": self.partial}),
-            json.dumps({**guest, "program": program}),
-        )
-        result = self.sandbox.run(_JUDGE, judge_text, guest=_SERVE, guest_stdin=guest_text)
+        result = self.sandbox.judge({**judge, "partial": self.partial}, {**guest, "program": program})
         verdicts = read_verdicts(result.stdout, len(judge["tests"]))
         reasons = [reason for passed, reason in verdicts if not passed]
         return sum(passed for passed, _ in verdicts), reasons[0] if reasons else _describe_end(result), [result]
 
 
 def read_verdicts(output: str, count: int) -> list[tuple[bool, str | None]]:
-    """Return the verdicts that :func:`torchrl_rloo.rewards.code_judge.judge` has printed.
+    """Return the verdicts that :func:`torchrl_rloo.sandbox.code_judge.judge` has printed.
 
     Args:
         output: lines of verdicts. The last one is incomplete if a limit ended the judge.

@@ -1,6 +1,6 @@
 """Names in the tests of a program: those of the program under test, and those that the tests own.
 
-Tests and program run in separate processes (:mod:`torchrl_rloo.rewards.code_peers`). Only the texts of a row decide
+Tests and program run in separate processes (:mod:`torchrl_rloo.sandbox.code_peers`). Only the texts of a row decide
 whose a name is. A program can therefore not replace a name of the tests by any definition or import.
 """
 

@@ -80,6 +80,16 @@ def import_object(path: str, what: str) -> Any:
     return getattr(found, name)
 
 
+def import_room(name: str, user: str) -> Any:
+    """Import an optional folder of the package; ``ImportError`` names it and its ``user`` if it is missing."""
+    try:
+        return import_module(f"torchrl_rloo.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"torchrl_rloo.{name}":
+            raise  # the folder exists, but one of its imports does not
+        raise ImportError(f"{user} requires the folder torchrl_rloo/{name}: reinstall torchrl_rloo") from error
+
+
 def check_path(what: str, name: str | os.PathLike) -> None:
     """Raise if a path has no file or directory; a name that may be a hub id passes.
 

@@ -14,15 +14,17 @@ from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.envs.tasks import TASKS, load_task
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
 
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
 STANDARD = [name for name in TASKS if name != "custom"]  # custom has no dataset, rewards or scorer
-NAMES = [pytest.param(n, marks=pytest.mark.skipif(n == "code" and bool(MISSING), reason=MISSING)) for n in STANDARD]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Return the name of a task, which this system can run."""
+    if request.param == "code":
+        request.getfixturevalue("sandboxed")
+    return request.param
+
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
 HUMANEVAL = {
@@ -151,7 +153,7 @@ def test_generated_rows(name):
     assert train.conversational and train.columns == held_out.columns
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.values != ("repository",)])  # scored by its transform
+@pytest.mark.parametrize("name", [n for n in STANDARD if n != "repository"], indirect=True)  # scored by its transform
 def test_right_answers_earn_all_and_wrong_ones_less(name):
     task = TASKS[name]
     raw = task.synthetic_rows("train", 24, 0)
@@ -174,7 +176,7 @@ def scores(task, rows: list[dict[str, Any]], completions: list[str]) -> list[lis
     return [call_reward(function, batch).scores for function in [*task.make_rewards(), task.make_scorer()]]
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.usefixtures("sandboxed")
 def test_functions_of_humaneval_and_apps_are_judged():
     programs = ["def undo(s):\n    return s[::-1]", "def undo(s):\n    return s"]
     programs += ["def add(a, b):\n    return a + b", "def add(a, b):\n    return a - b"]
@@ -203,7 +205,7 @@ def test_what_the_reward_takes_for_one_answer_is_one_vote(name, one, another, no
     assert [vote(text) for text in none] == [None]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STANDARD, indirect=True)
 def test_a_policy_is_rewarded_in_every_task(name):
     """Run the whole path with a randomly initialized model: prompts, sampling, rewards, rows."""
     task, tokenizer = TASKS[name], build_tokenizer()

@@ -17,14 +17,8 @@ from torchrl_rloo.envs.tools.parsers import PythonBlocks
 from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
 
-try:
-    PythonInterpreter().sessions.close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.usefixtures("sandboxed")
 
 REFUSED = "PermissionError: [Errno 1] Operation not permitted"
 ENDED = "The interpreter's process ended while the code ran.\nAll variables are lost."
@@ -91,4 +85,4 @@ def test_a_run_continues(bpe: Any, user: Callable[[str], list[dict[str, str]]]):
     assert transform.counts["tools/python/timed_out"] == 1, "the endless one"
     assert transform.counts["tools/python/failed"] == len(ATTACKS) - 1
     env.close()
-    python.sessions.close()
+    python.sandbox.close()

@@ -8,8 +8,7 @@ from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.tools.search import SearchTool
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, ToolRegistry, tool
-from torchrl_rloo.envs.tools.workspace import Workspace
-from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
+from torchrl_rloo.envs.tools.workspace import FileEditTool, ShellTool, Workspace
 
 __all__ = [
     "PARSERS",

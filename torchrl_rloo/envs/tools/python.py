@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.envs.tools.python_sessions import GRACE_S, PythonSession, PythonSessions, SessionResult
 from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
+from torchrl_rloo.runtime.lookup import import_room
 
+if TYPE_CHECKING:
+    from torchrl_rloo.sandbox import PythonSession, SessionResult
+
+_MAX_OUTPUT_BYTES = 1 << 20  # that a call may print before it is stopped
 _MESSAGES = {
     "error": "The code raised an exception:",
     "timed_out": "The code ran for longer than {timeout:g} s and was stopped.",
@@ -32,13 +35,18 @@ class PythonInterpreter(Tool):
 
     Args:
         timeout: limit of a call, in seconds.
-        **limits: limits of :class:`~torchrl_rloo.envs.tools.python_sessions.PythonSessions`.
+        cpu_seconds: limit of a call in CPU seconds, summed over its threads. None is ``timeout``, rounded up.
+        memory: limit of a session's address space in bytes, of which Python takes about 30 MB.
+        max_output: bytes of a call's output that are shown. A call that prints more than 1 MB is stopped.
+        max_sessions: limit of processes at a time; an idle one takes about 4 MB. Beyond it, the longest idle process
+            ends; if none is idle, calls wait.
+        allow_weaker: True to also run where the kernel lacks a layer of the sandbox.
 
     Attributes:
-        sessions: sessions that run the code; close them to end all processes at once.
+        sandbox: :class:`~torchrl_rloo.sandbox.Sandbox` that runs the code; close it to end all processes at once.
 
     Raises:
-        ValueError: if a limit is not positive, or ``memory`` is below 64 MB.
+        ValueError: if a limit is not positive, ``memory`` is below 64 MB, or ``max_output`` above 1 MB.
         SandboxUnavailableError: if the system lacks a layer of the sandbox, unless ``allow_weaker``.
 
     Example:
@@ -47,20 +55,41 @@ class PythonInterpreter(Tool):
         ('python', ['code'])
     """
 
-    def __init__(self, *, timeout: float = 10.0, **limits: Any):
-        self.sessions = PythonSessions(timeout=timeout, **limits)
+    def __init__(
+        self,
+        *,
+        timeout: float = 10.0,
+        cpu_seconds: int | None = None,
+        memory: int = 256 << 20,
+        max_output: int = 5_000,
+        max_sessions: int = 1024,
+        allow_weaker: bool = False,
+    ):
+        if not 1 <= max_output <= _MAX_OUTPUT_BYTES:
+            raise ValueError(f"max_output={max_output} must be from 1 to {_MAX_OUTPUT_BYTES} bytes")
+        if max_sessions < 1:
+            raise ValueError(f"max_sessions={max_sessions} must be at least 1")
+        self.sandbox = import_room("sandbox", "PythonInterpreter").Sandbox(
+            timeout=timeout,
+            cpu_seconds=cpu_seconds,
+            memory=memory,
+            max_output=_MAX_OUTPUT_BYTES,
+            shown=max_output,
+            sessions=max_sessions,
+            allow_weaker=allow_weaker,
+        )
         code = {"type": "string", "description": "Python source code."}
         super().__init__(
             "python",
             "Runs Python code and returns what it prints and the value of its last expression. Variables persist "
             "between calls. The standard library is available; network and file access are not.",
             {"type": "object", "properties": {"code": code}, "required": ["code"]},
-            timeout=timeout + GRACE_S,
+            timeout=self.sandbox.policy.patience,
         )
 
     async def open(self, columns: Mapping[str, Any]) -> PythonSession:
         """Open a session; its process starts at the first call."""
-        return self.sessions.open()
+        return self.sandbox.open()
 
     async def call(self, state: PythonSession, /, code: str) -> str:
         """Run code in the trajectory's session and return what the policy reads.
@@ -68,7 +97,7 @@ class PythonInterpreter(Tool):
         Raises:
             ToolError: if the code raised, exceeded a limit or was not run; a timeout is also a ``TimeoutError``.
         """
-        result = await asyncio.wrap_future(state.submit(code))
+        result = await state.call(code)
         text = self._text(result)
         if result.reason == "ok":
             return text
@@ -80,9 +109,8 @@ class PythonInterpreter(Tool):
 
     def _text(self, result: SessionResult) -> str:
         """Return what the policy reads."""
-        sessions = self.sessions
-        limits = {name: getattr(sessions, name) for name in ("timeout", "cpu_seconds")}
-        limits["megabytes"] = sessions.memory >> 20
+        policy = self.sandbox.policy
+        limits = {"timeout": policy.timeout, "cpu_seconds": policy.cpu_limit, "megabytes": policy.memory >> 20}
         output = result.output.rstrip("\n")
         if output and result.reason != "ok":
             output = f"Before that it had printed:\n{output}"

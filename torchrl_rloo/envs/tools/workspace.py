@@ -1,81 +1,38 @@
-"""Workspaces: a folder for each conversation, and the sandbox in which commands work on it.
-
-Each workspace is a small separate system, made of Linux namespaces (users, mounts, processes, network, IPC):
-
-=============================  =========================================================================================
-a command tries                protection
-=============================  =========================================================================================
-reading the machine            The root shows the system's programs (``/usr``, Python), read-only, and nothing else.
-writing outside                Only the folder, ``/tmp`` and ``/dev/shm`` are writable. They are in memory.
-network                        There is no interface. seccomp refuses sockets that no namespace holds, such as vsock.
-other processes                It sees those of its workspace only, and cannot trace or change the keeper.
-staying alive                  All processes, also daemons, are killed when the command ends or a limit is exceeded.
-endless loops, sleeping        limit on wall-clock time
-much memory                    limit on the address space of a process; on the memory of all, checked every 20 ms
-many processes                 limit of the kernel, also checked every 20 ms
-huge files or output           The file system has a size; a command may print 1 MB, of which head and tail are shown.
-rights of root                 no capabilities, no set-user-ID programs; ids that own no file if the trainer is root
-kernel interfaces              seccomp refuses mounts, namespaces, tracing, keys, BPF, io_uring, other sockets and more
-=============================  =========================================================================================
-
-Known limits: commands can read what is in the shown folders, the kernel version and the machine's load. Files in
-memory count as the trainer's memory, up to ``disk`` for each conversation. The isolation relies on a kernel without
-security bugs.
-"""
+"""Workspace of a conversation, and the tools ``shell`` and ``edit`` that work on its folder."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.envs.tools.workspace_kernel import OWN
-from torchrl_rloo.rewards.code import read_verdicts
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError, check_limits
-from torchrl_rloo.runtime.processes import HelperProcess
+from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
+from torchrl_rloo.runtime.lookup import import_room
 
-_SCRIPT = Path(__file__).with_name("workspace_child.py")
-_START_SECONDS = 60.0
-GRACE_S = 30.0  # seconds that the keeper may take in addition to a request's timeout
-_EDIT_SECONDS = 10.0
-_READ_BYTES = 1 << 16
+if TYPE_CHECKING:
+    import os
 
+    from torchrl_rloo.sandbox import WorkspaceSession
 
-class WorkspaceLostError(RuntimeError):
-    """Error of a workspace whose keeper process has ended or does not answer; its folder is lost."""
-
-
-@dataclass(frozen=True)
-class CommandResult:
-    """Result of a command.
-
-    Attributes:
-        reason: ``"exit"`` (it ended); ``"timed_out"``, ``"memory"``, ``"processes"`` or ``"output"`` (it exceeded that
-            limit and was killed); ``"unavailable"`` (the system could not start it).
-        code: exit code, or minus the number of the signal that ended it; None if a limit did.
-        output: standard output and standard error as they were written; a note replaces the middle of long output.
-    """
-
-    reason: str
-    code: int | None
-    output: str
+_MESSAGES = {
+    "timed_out": "The command ran for longer than {timeout:g} s and was stopped, with all its processes.",
+    "memory": "The command exceeded the memory limit of {megabytes} MB and was stopped.",
+    "processes": "The command started more than {processes} processes and was stopped.",
+    "output": "The command printed more than 1 MB and was stopped.",
+    "unavailable": "The command could not be started.",
+}
+_ARGUMENTS = {  # of the file operations: those that must be given, and the others
+    "view": (("path",), ("first", "last")),
+    "create": (("path", "content"), ()),
+    "replace": (("path", "old", "new"), ()),
+}
 
 
 class Workspace:
-    """Settings of the folders in which the tools of conversations work; the module's docstring describes the sandbox.
+    """Settings of the folders in which the tools of conversations work.
 
     :class:`~torchrl_rloo.envs.tools.ShellTool` and :class:`~torchrl_rloo.envs.tools.FileEditTool` with the same
     workspace share one folder in each conversation. It begins with the files of the conversation's row and is removed
-    with the conversation.
+    with the conversation. The module :mod:`torchrl_rloo.sandbox` describes the sandbox.
 
     Args:
         files: column of the first files, a mapping of paths in the folder to texts. A row without it begins empty.
@@ -90,7 +47,8 @@ class Workspace:
             files and network, in a temporary folder without a limit on its size. Their processes still end.
 
     Attributes:
-        missing: one line for each protection that the system lacks; empty unless ``allow_weaker``.
+        sandbox: :class:`~torchrl_rloo.sandbox.Sandbox` that opens the folders; its ``missing`` lists what the system
+            lacks.
 
     Raises:
         ValueError: if a limit is not positive, ``memory`` is below 64 MB, or a readable folder does not exist.
@@ -98,8 +56,8 @@ class Workspace:
 
     Example:
         >>> with Workspace().open({"hello.txt": "hello"}) as folder:
-        ...     asyncio.run(folder.run("cat hello.txt; ls /home"))
-        CommandResult(reason='exit', code=2, output="hellols: cannot access '/home': No such file or directory\\n")
+        ...     folder.run("cat hello.txt; ls /home").output
+        "hellols: cannot access '/home': No such file or directory\\n"
     """
 
     def __init__(
@@ -114,188 +72,136 @@ class Workspace:
         max_output: int = 5_000,
         allow_weaker: bool = False,
     ):
-        check_limits(timeout, None, memory, max_output)
-        for name, value in {"disk": disk, "processes": processes}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        self.files, self.timeout, self.memory, self.disk = files, timeout, memory, disk
-        self.processes, self.max_output, self.allow_weaker = processes, max_output, allow_weaker
-        self.readable = [os.path.realpath(folder).rstrip("/") for folder in readable]
-        if absent := [folder for folder in self.readable if not os.path.isdir(folder + "/")]:
-            raise ValueError(f"readable={absent} must be folders that exist")
-        if wide := [folder for folder in self.readable if any((own + "/").startswith(folder + "/") for own in OWN)]:
-            raise ValueError(
-                f"readable={wide} would hide a folder of the workspace ({', '.join(OWN)}): name a subfolder"
-            )
-        # Find out now, not in the first conversation, whether the system has what this needs
-        self.missing: list[str] = []
-        if not sys.platform.startswith("linux"):
-            raise SandboxUnavailableError(f"platform={sys.platform}: a workspace requires Linux (namespaces, seccomp)")
-        try:
-            self.open().close()
-        except SandboxUnavailableError as error:
-            if not allow_weaker:
-                raise
-            self.missing = [str(error)]
-            self.open().close()
+        if disk < 1 or max_output < 1:
+            raise ValueError(f"disk={disk} must be at least 1, and max_output={max_output}")
+        self.files, self.timeout = files, timeout
+        self.sandbox = import_room("sandbox", "Workspace").Sandbox(
+            timeout=timeout,
+            memory=memory,
+            disk=disk,
+            processes=processes,
+            shown=max_output,
+            readable=tuple(map(str, readable)),
+            allow_weaker=allow_weaker,
+        )
 
-    def open(self, files: Mapping[str, str] | None = None) -> WorkspaceFolder:
-        """Open a folder; starts a process, which takes 0.1 to 0.2 s of CPU time.
-
-        Args:
-            files: first files, as a mapping of paths in the folder to texts.
+    def open(self, files: Mapping[str, str] | None = None) -> WorkspaceSession:
+        """Open a folder with its first files, a mapping of paths in it to texts.
 
         Raises:
             ValueError: if ``files`` has another form.
             SandboxUnavailableError: if the system lacks something.
         """
-        files = {} if files is None else files
-        if not isinstance(files, Mapping) or not all(isinstance(t, str) for pair in files.items() for t in pair):
-            raise ValueError(f"files={files!r:.100} must be a mapping of paths to texts")
-        pythons = [os.path.realpath(folder) for folder in (sys.base_prefix, sys.base_exec_prefix)]
-        shown = [sys.base_prefix, *pythons]
-        settings = {
-            "readable": [*self.readable, *(p for p in dict.fromkeys(shown) if p != "/usr" and os.path.isdir(p))],
-            "isolated": not self.missing,
-            **{name: getattr(self, name) for name in ("memory", "disk", "processes", "max_output")},
-        }
-        return WorkspaceFolder(settings, dict(files), self.timeout)
+        return self.sandbox.open(files)
 
 
-class WorkspaceFolder:
-    """Folder of one conversation, made by :meth:`Workspace.open`; close it to remove the folder and its processes.
+class _WorkspaceTool(Tool):
+    """Tool with the folder of the conversation as its state, which the tools of a workspace share."""
 
-    Its requests run one at a time.
+    def __init__(self, workspace: Workspace, name: str, description: str, properties: dict, required: list[str]):
+        self.workspace = workspace
+        parameters = {"type": "object", "properties": properties, "required": required}
+        super().__init__(name, description, parameters, timeout=workspace.sandbox.policy.patience)
+        self.state_key = workspace
+
+    def open(self, columns: Mapping[str, Any]) -> WorkspaceSession:
+        """Open the folder with the row's first files."""
+        return self.workspace.open(columns.get(self.workspace.files))
+
+    def close(self, state: WorkspaceSession) -> None:
+        """Remove the folder and end its processes."""
+        state.close()
+
+
+class ShellTool(_WorkspaceTool):
+    """Tool ``shell``, which runs commands in the folder of the conversation.
+
+    The policy reads what the command printed and its exit code, if that is not 0. Files persist between calls, other
+    state of the shell does not. All processes of a command end with it.
+
+    Args:
+        workspace: folders and limits; tools with the same workspace share them.
+
+    Example:
+        >>> shell = ShellTool(Workspace())
+        >>> shell.name, shell.parameters["required"]
+        ('shell', ['command'])
     """
 
-    def __init__(self, settings: dict[str, Any], files: dict[str, str], timeout: float):
-        self._files, self._timeout = files, timeout
-        self._place: str | None = None  # of a folder that is not in memory
-        self._channel, other = socket.socketpair()
-        with other:
-            command = [sys.executable, "-I", "-S", "-B", str(_SCRIPT)]
-            self._helper = HelperProcess(
-                [*command, json.dumps(settings | {"channel": other.fileno()})],
-                {"TMPDIR": os.environ.get("TMPDIR", "/tmp")},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                cwd="/",
-                pass_fds=[other.fileno()],
-            )
-        try:
-            self._channel.settimeout(_START_SECONDS)
-            hello = json.loads(self._channel.makefile("rb").readline() or b'{"missing": ["the keeper ended"]}')
-            self._place = hello.get("place")
-            if hello["missing"]:
-                raise SandboxUnavailableError(
-                    f"a workspace cannot be isolated here: {'; '.join(hello['missing'])}. It requires Linux 5.14 or "
-                    "later on x86-64 or aarch64, with user namespaces. Set "
-                    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), raise user.max_user_namespaces, or let "
-                    "the container unshare and mount. Use allow_weaker=True to run commands as your user"
-                )
-            self._channel.setblocking(False)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, workspace: Workspace):
+        super().__init__(
+            workspace,
+            "shell",
+            "Runs a command of bash in the working folder and returns what it prints. Files persist between calls; "
+            "the current folder, variables and background processes do not. There is no network.",
+            {"command": {"type": "string", "description": "Command, such as: ls; python3 -m unittest"}},
+            ["command"],
+        )
 
-    async def run(self, command: str, timeout: float | None = None) -> CommandResult:
-        """Run a command of the shell in the folder.
-
-        Args:
-            command: text for ``bash``, or ``sh`` where there is none.
-            timeout: limit in seconds. None is the workspace's.
+    async def call(self, state: WorkspaceSession, /, command: str) -> str:
+        """Run a command and return what the policy reads.
 
         Raises:
-            WorkspaceLostError: if the keeper process has ended or does not answer.
+            ToolError: if the command exceeded a limit; a timeout is also a ``TimeoutError``.
         """
-        timeout = self._timeout if timeout is None else timeout
-        reply = await self._request("run", timeout, command=command.replace("\0", ""))
-        return CommandResult(reply["reason"], reply.get("code"), reply["output"])
+        result, space = await state.call(command), self.workspace.sandbox.policy
+        output = result.output.rstrip("\n")
+        if result.reason == "exit":
+            code = f"[exit code {result.code}]" if result.code else ""
+            return "\n".join(part for part in (output, code) if part) or "(no output)"
+        limits = {"timeout": space.timeout, "megabytes": space.memory >> 20, "processes": space.processes}
+        text = _MESSAGES[result.reason].format(**limits)
+        text = f"{text}\nBefore that it had printed:\n{output}" if output else text
+        raise ToolTimeoutError(text) if result.reason == "timed_out" else ToolError(text)
 
-    async def edit(self, operation: str, **arguments: Any) -> tuple[bool, str]:
-        """Do a file operation; see :mod:`torchrl_rloo.envs.tools.workspace_files`.
 
-        Args:
-            operation: ``"view"``, ``"create"`` or ``"replace"``.
-            **arguments: ``path``, and what else the operation takes.
+class FileEditTool(_WorkspaceTool):
+    """Tool ``edit``, which shows and changes text files in the folder of the conversation.
 
-        Returns:
-            Whether it succeeded, and the text for the policy.
+    ``view`` shows numbered lines of a file, or the entries of a folder. ``create`` writes a whole file. ``replace``
+    replaces a text that occurs exactly once. No path leads out of the folder, also not through links. Errors tell the
+    policy what to do.
+
+    Args:
+        workspace: folders and limits; tools with the same workspace share them.
+
+    Example:
+        >>> edit = FileEditTool(Workspace())
+        >>> edit.name, edit.parameters["required"]
+        ('edit', ['action', 'path'])
+    """
+
+    def __init__(self, workspace: Workspace):
+        super().__init__(
+            workspace,
+            "edit",
+            "Shows and changes text files in the working folder. Action view shows a file with line numbers, or the "
+            "entries of a folder; create writes a whole file; replace replaces old, which must occur exactly once in "
+            "the file, by new.",
+            {
+                "action": {"type": "string", "enum": list(_ARGUMENTS), "description": "What to do."},
+                "path": {"type": "string", "description": "Path in the working folder, such as src/main.py."},
+                "content": {"type": "string", "description": "For create: text of the whole file."},
+                "old": {"type": "string", "description": "For replace: text to replace, without line numbers."},
+                "new": {"type": "string", "description": "For replace: text to put there."},
+                "first": {"type": "integer", "description": "For view: first line, from 1."},
+                "last": {"type": "integer", "description": "For view: last line."},
+            },
+            ["action", "path"],
+        )
+
+    async def call(self, state: WorkspaceSession, /, action: str, **arguments: Any) -> str:
+        """Do a file operation and return what the policy reads.
 
         Raises:
-            WorkspaceLostError: if the keeper process has ended or does not answer.
+            ToolError: if arguments are missing or do not belong to the action, or the operation fails.
         """
-        reply = await self._request(operation, _EDIT_SECONDS, arguments=arguments)
-        if reply["reason"] != "exit" or reply["code"] != 0:
-            return False, f"the file operation was stopped ({reply['reason']}): try a smaller file"
-        result = json.loads(reply["output"])
-        return result["ok"], result["text"]
-
-    async def judge(
-        self, tests: Mapping[str, Any], program: Mapping[str, Any], timeout: float
-    ) -> list[tuple[bool, str | None]]:
-        """Run tests in one process and the program that they test in another one.
-
-        Args:
-            tests: task of :func:`torchrl_rloo.rewards.code_judge.judge`.
-            program: task of :func:`torchrl_rloo.rewards.code_peers.serve`.
-            timeout: limit in seconds.
-
-        Returns:
-            Pairs ``(passed, reason)``. They end where a limit ended the tests.
-
-        Raises:
-            BrokenTestsError: if the tests cannot run with any program.
-            WorkspaceLostError: if the keeper process has ended or does not answer.
-        """
-        with contextlib.ExitStack() as stack:
-            files = []
-            for task in (tests, program):
-                file = os.memfd_create("task")
-                stack.callback(os.close, file)
-                os.write(file, json.dumps(task).encode())
-                os.lseek(file, 0, os.SEEK_SET)
-                files.append(file)
-            reply = await self._request("test", timeout, files)
-        return read_verdicts(reply["output"], len(tests["tests"]))
-
-    async def _request(self, operation: str, timeout: float, files: Sequence[int] = (), **values: Any) -> Any:
-        if self._files:
-            first, self._files = self._files, {}
-            written, text = await self.edit("write_all", files=first)
-            if not written:
-                self.close()
-                raise ValueError(f"the first files of a workspace cannot be written: {text}")
-        request = {"operation": operation, "timeout": timeout} | values
-        try:
-            return await asyncio.wait_for(self._exchange(request, files), timeout + GRACE_S)
-        except (OSError, TimeoutError, asyncio.TimeoutError) as error:
-            self.close()
-            raise WorkspaceLostError(f"the keeper process of a workspace was lost: {type(error).__name__}") from None
-        except asyncio.CancelledError:
-            self.close()  # no later request may read this one's answer
-            raise
-
-    async def _exchange(self, request: dict[str, Any], files: Sequence[int]) -> Any:
-        loop, text = asyncio.get_running_loop(), bytearray()
-        if files:
-            socket.send_fds(self._channel, [b" "], files)
-        await loop.sock_sendall(self._channel, json.dumps(request).encode() + b"\n")
-        while not text.endswith(b"\n"):
-            if not (part := await loop.sock_recv(self._channel, _READ_BYTES)):
-                raise ConnectionResetError
-            text += part
-        return json.loads(text)
-
-    def close(self) -> None:
-        """End all processes of the folder and remove it. Later calls do nothing."""
-        self._channel.close()
-        self._helper.end()
-        if self._place is not None:
-            shutil.rmtree(self._place, ignore_errors=True)
-
-    def __enter__(self) -> WorkspaceFolder:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        required, optional = _ARGUMENTS[action]
+        if missing := [name for name in required if name not in arguments]:
+            raise ToolError(f"action {action} requires {', '.join(missing)}: add what is missing")
+        if other := [name for name in arguments if name not in required + optional]:
+            raise ToolError(f"action {action} takes no {', '.join(other)}: leave it out, or use another action")
+        done, text = await state.edit(action, **arguments)
+        if not done:
+            raise ToolError(text)
+        return text

@@ -14,10 +14,9 @@ from torchrl_rloo.data.rows import non_tensor_value
 from torchrl_rloo.data.stop_reasons import abstains, stop_reason
 from torchrl_rloo.envs.tools.parsers import Parser
 from torchrl_rloo.envs.tools.tool import Tool
-from torchrl_rloo.envs.tools.workspace import Workspace
-from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
+from torchrl_rloo.envs.tools.workspace import FileEditTool, ShellTool, Workspace
 from torchrl_rloo.envs.transforms.tools import ToolTransform
-from torchrl_rloo.rewards.code import make_tasks
+from torchrl_rloo.rewards.code import make_tasks, read_verdicts
 from torchrl_rloo.rewards.code_names import BrokenTestsError
 from torchrl_rloo.runtime.call_pool import CallLimit
 
@@ -113,7 +112,8 @@ class RepositoryTransform(ToolTransform):
             judge, program = split_tests(tests, files)
             async with self._testing:
                 folder = await self._session(row).open_state(self.tools["shell"])
-                verdicts = await folder.judge(judge | {"partial": self.partial}, program, self.test_timeout)
+                output = await folder.judge(judge | {"partial": self.partial}, program, self.test_timeout)
+            verdicts = read_verdicts(output, len(judge["tests"]))
         except (BrokenTestsError, RecursionError) as error:
             self.counts["tools/broken_tests"] += 1
             return float("nan"), f"broken tests: {error}"

@@ -3,66 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from support.processes import process_state
-from support.waiting import wait_until
+from support.processes import descendants, process_state, wait_until_gone
+from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.envs.tools.python import PythonInterpreter
-from torchrl_rloo.envs.tools.python_sessions import PythonSession, PythonSessions
 from torchrl_rloo.envs.tools.tool import ToolError
-from torchrl_rloo.rewards import sandbox_kernel as kernel
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.sandbox import PythonSession, Sandbox, SandboxUnavailableError, SessionResult, kernel
 
-try:
-    PythonSessions().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.usefixtures("sandboxed")
 MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def sessions() -> Iterator[PythonSessions]:
-    sessions = PythonSessions(timeout=60, max_output=1000)
-    yield sessions
-    sessions.close()
+def sandbox() -> Iterator[Sandbox]:
+    sandbox = Sandbox(timeout=60, shown=1000)
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.fixture
-def session(sessions: PythonSessions) -> Iterator[PythonSession]:
-    session = sessions.open()
+def session(sandbox: Sandbox) -> Iterator[PythonSession]:
+    session = sandbox.open()
     yield session
     session.close()
 
 
-def children(pid: int) -> list[int]:
-    """Return all processes that any thread of ``pid`` has started, zombies included."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = path.read_text().rpartition(")")[2].split()[1]
-        except OSError:  # it has just ended
-            continue
-        if int(parent) == pid:
-            found.append(int(path.parent.name))
-    return sorted(found)
-
-
-def processes(sessions: PythonSessions) -> tuple[int, int, list[int]]:
-    """Return the ids of the keeper, of the zygote, and of all sessions."""
-    sessions.open().run("1")
-    keeper = sessions._keeper.starter.process.pid
-    (zygote,) = children(keeper)
-    return keeper, zygote, children(zygote)
+def processes(sandbox: Sandbox) -> tuple[int, list[int]]:
+    """Return the id of the starter, and those of its keepers and their sessions."""
+    starter = sandbox.host().process.pid
+    return starter, descendants(starter)
 
 
 # output of a call
@@ -116,8 +94,8 @@ def test_an_exception_is_shown_and_survived(session: PythonSession, code: str, e
     assert session.run("kept").output == "5\n"
 
 
-def test_variables_live_in_their_own_session_only(sessions: PythonSessions):
-    first, second = sessions.open(), sessions.open()
+def test_variables_live_in_their_own_session_only(sandbox: Sandbox):
+    first, second = sandbox.open(), sandbox.open()
     assert first.run("import math\nx = 41\ndef f(): return x + 1").reason == "ok"
     assert second.run("x").error.endswith("NameError: name 'x' is not defined")
     assert first.run("x += 1; f(), math.floor(2.5)").output == "(43, 2)\n"
@@ -136,22 +114,13 @@ def test_the_head_and_the_tail_of_long_output_are_shown(session: PythonSession):
     assert session.run("1").output == "1\n", "nothing of an earlier call"
 
 
-def test_the_same_code_has_the_same_output(sessions: PythonSessions):
+def test_the_same_code_has_the_same_output(sandbox: Sandbox):
     code = "import random; print({'a', 'b', 'c', 'd', 'e'}, random.random())"
-    first, second = sessions.open().run(code), sessions.open().run(code)
+    first, second = sandbox.open().run(code), sandbox.open().run(code)
     assert first.output == second.output and first.reason == "ok"
 
 
 # processes
-
-
-def test_calls_of_a_session_come_one_after_another(sessions: PythonSessions):
-    first, second = sessions.open(), sessions.open()
-    slow = first.submit("import time; time.sleep(0.3); order = ['slow']")
-    later = [first.submit(f"order.append({i}); order") for i in range(3)]
-    assert second.run("2").output == "2\n"
-    assert [f.result().output for f in later] == ["['slow', 0]\n", "['slow', 0, 1]\n", "['slow', 0, 1, 2]\n"]
-    assert slow.done()
 
 
 def test_nothing_runs_between_calls(session: PythonSession):
@@ -163,56 +132,72 @@ def test_nothing_runs_between_calls(session: PythonSession):
 
 
 def test_sessions_beyond_the_limit_end_the_one_idle_for_longest():
-    sessions = PythonSessions(timeout=60, max_sessions=2)
-    first, second, third = (sessions.open() for _ in range(3))
+    sandbox = Sandbox(timeout=60, sessions=2)
+    first, second, third = (sandbox.open() for _ in range(3))
     for session in (first, second, third):
         assert not session.run("x = 1").restarted
     assert second.run("x").output == "1\n", "the first made room for the third"
     again = first.run("x")
     assert again.restarted and "NameError" in again.error
     assert not first.run("y = 1").restarted
-    _, _, running = processes(sessions)
-    assert len(running) == 2
-    many = [sessions.open().submit("import time; time.sleep(0.1)") for _ in range(6)]  # wait, since all are busy
-    assert [f.result().reason for f in many] == ["ok"] * 6
-    sessions.close()
+    assert len(processes(sandbox)[1]) == 4
+    many = [in_thread(sandbox.open().run, "import time; time.sleep(0.1)") for _ in range(6)]  # wait: all are busy
+    assert [f.result(PATIENCE).reason for f in many] == ["ok"] * 6
+    sandbox.close()
 
 
-def test_closing_ends_the_process_and_its_calls(sessions: PythonSessions):
-    session = sessions.open()
-    session.run("1")
-    _, zygote, before = processes(sessions)
-    running, waiting = session.submit("while True: pass"), session.submit("1")
+def test_closing_ends_the_process_and_its_call(sandbox: Sandbox):
+    session = sandbox.open()
+    family = json.loads(session.run("import os; [os.getpid(), os.getppid()]").output)
+    running = in_thread(session.run, "while True: pass")
+    wait_until(lambda: process_state(family[0]) == "R", what="the start of the call")
     session.close()
-    assert (running.result(60).reason, waiting.result(60).reason) == ("closed", "closed")
-    wait_until(lambda: len(children(zygote)) == len(before) - 1)
+    assert running.result(PATIENCE).reason == session.run("1").reason == "closed"
+    wait_until_gone(family)
+
+
+def test_a_cancelled_call_costs_the_variables(session: PythonSession):
+    async def talk() -> SessionResult:
+        await session.call("x = 1")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(session.call("import time; time.sleep(100)"), 0.2)
+        return await session.call("print('x' in globals())")
+
+    result = asyncio.run(talk())
+    assert (result.output, result.restarted) == ("False\n", True)
 
 
 def test_many_sessions_leak_nothing():
-    sessions = PythonSessions(timeout=60)
-    keeper, zygote, _ = processes(sessions)
+    sandbox = Sandbox(timeout=60)
+    starter = sandbox.host().process.pid
+    sandbox.open().run("1")
 
     def files() -> list[int]:
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", keeper, zygote)]
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", starter)]
 
+    async def talk(many: list[PythonSession]) -> set[str]:
+        return {result.output for result in await asyncio.gather(*(session.call("1") for session in many))}
+
+    wait_until(lambda: descendants(starter) == [])  # the first session is dropped
     before = files()
     for _ in range(4):
-        many = [sessions.open() for _ in range(50)]
-        assert {f.result().output for f in [s.submit("1") for s in many]} == {"1\n"}
-        many[0].submit("import os; os._exit(0)").result()
+        many = [sandbox.open() for _ in range(50)]
+        assert asyncio.run(talk(many)) == {"1\n"}
+        many[0].run("import os; os._exit(0)")
         for session in many:
             session.close()
-    wait_until(lambda: len(children(zygote)) == 1)  # that of `processes`
+    wait_until(lambda: descendants(starter) == [])
     wait_until(lambda: files() == before)
-    sessions.close()
-    wait_until(lambda: not Path(f"/proc/{keeper}").exists() and not Path(f"/proc/{zygote}").exists())
+    sandbox.close()
+    wait_until_gone(starter)
 
 
 def test_a_dropped_object_ends_all():
-    sessions = PythonSessions(timeout=60)
-    pids = processes(sessions)
-    del sessions
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (*pids[:2], *pids[2])))
+    sandbox = Sandbox(timeout=60)
+    sandbox.open().run("1")
+    starter, running = processes(sandbox)
+    del sandbox
+    wait_until_gone([starter, *running])
 
 
 def forked(work: Callable[[Callable[[object], int]], None]) -> tuple[int, BinaryIO]:
@@ -233,65 +218,64 @@ def forked(work: Callable[[Callable[[object], int]], None]) -> tuple[int, Binary
 
 def test_a_killed_trainer_takes_all_with_it():
     def work(tell: Callable[[object], int]) -> None:
-        sessions = PythonSessions(timeout=60)
-        busy, idle = sessions.open(), sessions.open()
+        sandbox = Sandbox(timeout=60)
+        busy, idle = sandbox.open(), sandbox.open()
         idle.run("1")
-        busy.submit("while True: pass")
-        tell(sessions._keeper.starter.process.pid)
+        in_thread(busy.run, "while True: pass")
+        tell(sandbox.host().process.pid)
         time.sleep(60)
 
     trainer, lines = forked(work)
-    keeper = int(lines.readline())
-    (zygote,) = children(keeper)
-    wait_until(lambda: len(children(zygote)) == 2)
-    pids = [keeper, zygote, *children(zygote)]
+    starter = int(lines.readline())
+    wait_until(lambda: len(descendants(starter)) == 4)
+    pids = [starter, *descendants(starter)]
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
     lines.close()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    wait_until_gone(pids)
 
 
-@pytest.mark.parametrize("victim", ["keeper", "zygote"])
-def test_a_killed_keeper_costs_what_ran(victim: str):
-    sessions = PythonSessions(timeout=60)
-    busy, idle = sessions.open(), sessions.open()
+def test_a_killed_starter_costs_what_ran():
+    sandbox = Sandbox(timeout=60)
+    busy, idle = sandbox.open(), sandbox.open()
     idle.run("x = 1")
-    call = busy.submit("while True: pass")
-    pids = dict(zip(("keeper", "zygote", "sessions"), processes(sessions), strict=True))
-    os.kill(pids[victim], signal.SIGKILL)
-    result = call.result(60)
+    call = in_thread(busy.run, "while True: pass")
+    starter, running = wait_until(lambda: len((found := processes(sandbox))[1]) == 4 and found)
+    os.kill(starter, signal.SIGKILL)
+    result = call.result(PATIENCE)
     assert (result.reason, result.ended) == ("lost", True)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids["sessions"]))
+    wait_until_gone(running)
     assert busy.run("1").output == "1\n"
     again = idle.run("x")
     assert again.restarted and "NameError" in again.error
-    sessions.close()
+    sandbox.close()
 
 
-def test_a_hanging_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchrl_rloo.envs.tools.python_sessions.GRACE_S", 1.0)
-    sessions = PythonSessions(timeout=1)
-    session = sessions.open()
-    session.run("1")
-    os.kill(sessions._keeper.starter.process.pid, signal.SIGSTOP)
-    assert session.submit("2").result(60).reason == "lost"
-    assert session.submit("3").result(60).output == "3\n"
-    sessions.close()
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_lost_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch, hangs: bool):
+    monkeypatch.setattr("torchrl_rloo.sandbox.sandbox.GRACE_S", 1.0 if hangs else PATIENCE)
+    sandbox = Sandbox(timeout=1 if hangs else 60)
+    session, other = sandbox.open(), sandbox.open()
+    assert other.run("x = 1").reason == "ok"
+    pid, keeper = json.loads(session.run("x = 1\nimport os; [os.getpid(), os.getppid()]").output)
+    os.kill(keeper, signal.SIGSTOP if hangs else signal.SIGKILL)
+    assert session.run("2").reason == "lost"
+    wait_until_gone([pid, keeper])
+    assert "NameError" in session.run("x").error and other.run("x").output == "1\n"
+    sandbox.close()
 
 
-def test_a_session_killed_from_outside_is_replaced(sessions: PythonSessions, session: PythonSession):
-    _, zygote, before = processes(sessions)
-    session.run("x = 1")
-    (pid,) = set(children(zygote)) - set(before)
+def test_a_session_killed_from_outside_is_replaced(sandbox: Sandbox, session: PythonSession):
+    pid = int(session.run("x = 1\nimport os; os.getpid()").output)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: pid not in children(zygote))
+    wait_until_gone(pid)
     again = session.run("x")
     assert again.restarted and "NameError" in again.error
 
 
-def test_pickles_and_survives_a_fork(sessions: PythonSessions, session: PythonSession):
-    copy = pickle.loads(pickle.dumps(sessions))
-    assert copy.open().run("5").output == "5\n" and copy.max_output == sessions.max_output
+def test_pickles_and_survives_a_fork(sandbox: Sandbox, session: PythonSession):
+    copy = pickle.loads(pickle.dumps(sandbox))
+    assert copy.open().run("5").output == "5\n" and copy.policy == sandbox.policy
     copy.close()
     session.run("x = 7")
     if (pid := os.fork()) == 0:
@@ -312,7 +296,7 @@ def test_a_missing_layer_is_refused_by_default():
             PythonInterpreter()
         except SandboxUnavailableError as error:
             tell(error)
-        weaker = PythonInterpreter(allow_weaker=True).sessions
+        weaker = PythonInterpreter(allow_weaker=True).sandbox
         session = weaker.open()
         tell((len(weaker.missing), session.run("1").reason, session.run("import os; os.fork()").reason))
 
@@ -337,7 +321,7 @@ def test_unusable_settings_are_refused():
 def python() -> Iterator[PythonInterpreter]:
     python = PythonInterpreter(timeout=60, cpu_seconds=1, memory=128 * MB)
     yield python
-    python.sessions.close()
+    python.sandbox.close()
 
 
 def said(python: PythonInterpreter, *codes: str) -> list[str]:
@@ -381,7 +365,7 @@ def test_the_tool_says_that_variables_were_lost():
         return await python.call(first, code="print('here')")
 
     assert asyncio.run(talk()) == "here\nThe interpreter was restarted before this call: earlier variables are lost."
-    python.sessions.close()
+    python.sandbox.close()
 
 
 def test_a_call_that_took_too_long_is_told_from_one_that_failed(python: PythonInterpreter):

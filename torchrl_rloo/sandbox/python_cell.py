@@ -1,7 +1,7 @@
 """Process of one Python session: it runs the code that it is sent in one namespace until it is killed.
 
-:mod:`torchrl_rloo.envs.tools.python_child` loads this file without the package. The policy's code shares the
-interpreter with it, so nothing here protects anything: a program can break its own session, but no other.
+The policy's code shares the interpreter with it, so nothing here protects anything. A program can break its own session
+only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_CODE_BYTES = 1 << 16  # one message on the socket
 MAX_ERROR_BYTES = 2000  # of an exception's report
 MAX_FRAMES = 8
 MIN_FREE_BYTES = 16 << 20  # that the next call needs to run at all
-# Status of a call: a letter after the token of the answer, see python_child.py
+# Status of a call: a letter after the token of the answer, see keepers.py
 OK, ERROR, MEMORY, FULL, OUTPUT = b"oemMf"
 
 

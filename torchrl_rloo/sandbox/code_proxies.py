@@ -1,7 +1,7 @@
-"""Objects of the program as the tests see them; loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Objects of the program as the tests see them; loaded by :mod:`torchrl_rloo.sandbox.starter`.
 
 Each class of the program has a local class with just the special methods that it has, and each object an instance of
-that. The methods run in the process of the program (:mod:`torchrl_rloo.rewards.code_peers`). Nothing that the program
+that. The methods run in the process of the program (:mod:`torchrl_rloo.sandbox.code_peers`). Nothing that the program
 sends is imported, executed or trusted: a class that pretends is one that fails its tests.
 
 An object that is also a plain value, such as a named tuple or a subclass of ``list``, is a real one here. What it says
@@ -21,12 +21,8 @@ from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
-if __package__:
-    from torchrl_rloo.rewards.code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
-    from torchrl_rloo.rewards.code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
-else:  # loaded as a file
-    from code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
-    from code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
+from torchrl_rloo.sandbox.code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
+from torchrl_rloo.sandbox.code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
 
 MAX_SHARED = 2000  # items of containers that both processes compare with each request; more are copied
 _FOREIGN = {(kind.__module__, kind.__qualname__): kind for kind in vars(types).values() if isinstance(kind, type)}
@@ -114,36 +110,24 @@ class RemoteAttribute:
 
 
 class ProgramConnection(Values):
-    """Connection from the tests to the program.
-
-    Attributes:
-        fault: fatal error that tests must not catch: the program has ended, or a test cannot run. None without one.
-        raised: exceptions of the program.
-        named: classes that the tests name, whose objects have a say in the tests.
-        asking: classes whose metaclass knows further instances.
-        lent: what the tests have passed of the standard library, such as functions.
-    """
+    """Connection from the tests to the program."""
 
     def __init__(self) -> None:
         super().__init__("t")
         self.stream, self.lock, self.applying = Stream(), threading.RLock(), False
-        self.fault: Exception | None = None
+        self.fault: Exception | None = None  # that tests must not catch: the program has ended, or a test cannot run
         self.numbers: dict[int, int] = {}
-        self.asking: set[int] = set()
-        self.lent: dict[tuple[str, str], Any] = {}
-        self.raised: list[BaseException] = []
-        self.named: set[int] = set()
+        self.asking: set[int] = set()  # classes whose metaclass knows further instances
+        self.lent: dict[tuple[str, str], Any] = {}  # what the tests have passed of the standard library
+        self.raised: list[BaseException] = []  # exceptions of the program
+        self.named: set[int] = set()  # classes that the tests name, whose objects have a say in the tests
         self.surroundings = _surroundings()
         RemoteClass.connect(self)
 
     # Requests
 
     def request(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Execute an operation in the program's process.
-
-        Raises:
-            BaseException: any exception of the program, or the :attr:`fault`.
-        """
+        """Execute an operation in the program's process; raise its exceptions, or the fault."""
         with self.lock:
             if self.fault:
                 raise self.fault
@@ -261,21 +245,11 @@ class ProgramConnection(Values):
         parts = value.__getnewargs__() if hasattr(value, "__getnewargs__") else value.__reduce__()[1]
         return base.__new__(kind, *parts)
 
-    def build_class(
-        self,
-        number: int,
-        name: str,
-        module: str,
-        qualified: str,
-        library: bool,
-        bases: list[int],
-        meta: int | None,
-        is_meta: bool,
-        own: dict[str, bool],
-    ) -> type:
+    def build_class(self, number: int, name: str, module: str, qualified: str, library: bool, *shape: Any) -> type:
         """Build a local class with the special methods of one of the program."""
         if library and (found := find_shared_class(module, qualified)):
             return found
+        bases, meta, is_meta, own = shape  # numbers of classes, whether it is a metaclass, its methods
         space: dict[str, Any] = {"__module__": module, "__qualname__": qualified}
         methods = {
             method: self.forward(method) if own[method] else None

@@ -1,7 +1,7 @@
-"""Program under test in a separate process; loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Program under test in a separate process; loaded by :mod:`torchrl_rloo.sandbox.starter`.
 
-``serve`` runs in the process of the program, and :mod:`torchrl_rloo.rewards.code_judge` in that of the tests. Calls of
-the tests are executed in the process of the program, and data comes back (:mod:`torchrl_rloo.rewards.code_values`).
+``serve`` runs in the process of the program, and :mod:`torchrl_rloo.sandbox.code_judge` in that of the tests. Calls of
+the tests are executed in the process of the program, and data comes back (:mod:`torchrl_rloo.sandbox.code_values`).
 Nothing that the program does to its interpreter affects the tests: not ``sys.exit``, patched ``builtins`` or an
 ``__eq__`` that always returns True. No frame or file of that process holds an expected result. Objects of the program
 stay there, and the tests hold a proxy for each. The program may write anything to the channel: a reply is only data.
@@ -23,18 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-if __package__:
-    from torchrl_rloo.rewards.code_values import (
-        COPIED,
-        SHARED,
-        Values,
-        find_library,
-        get_fixed,
-        plain_base,
-        take_scalar,
-    )
-else:  # loaded as a file
-    from code_values import COPIED, SHARED, Values, find_library, get_fixed, plain_base, take_scalar
+from torchrl_rloo.sandbox.code_values import COPIED, SHARED, Values, find_library, get_fixed, plain_base, take_scalar
 
 ABSTRACT = ("abc", "collections.abc", "numbers")  # modules of the standard library whose classes only compute
 DATACLASSES = ("asdict", "astuple", "fields", "replace")  # functions that need the class itself
@@ -77,18 +66,13 @@ class Stream:
 
 
 class ProgramValues(Values):
-    """Values at the end of the program, which numbers its objects and classes.
-
-    Attributes:
-        news: descriptions of the objects that the tests do not know.
-        lent: names of what the tests have passed of the standard library.
-    """
+    """Values at the end of the program, which numbers its objects and classes."""
 
     def __init__(self) -> None:
         super().__init__("p")
         self.numbers: dict[int, int] = {}
-        self.news: list[list[Any]] = []
-        self.lent: dict[int, list[str]] = {}
+        self.news: list[list[Any]] = []  # descriptions of the objects that the tests do not know
+        self.lent: dict[int, list[str]] = {}  # names of what the tests have passed of the standard library
 
     def refer(self, value: Any) -> list[Any]:
         if id(value) in self.lent:

@@ -1,4 +1,4 @@
-"""File operations of a workspace, in a process with the rights of a command; loaded by ``workspace_child``."""
+"""File operations of a workspace, in a process with the rights of a command; run by its keeper."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ class FileError(Exception):
 
 
 def resolve(folder: str, path: str) -> str:
-    """Return the full path of a file or folder, which must be in the folder after all links are followed.
-
-    Raises:
-        FileError: if it is not.
-    """
+    """Return the full path of a file or folder, which must be in the folder after all links are followed."""
     if not path or "\0" in path:
         raise FileError(f"path={path!r:.100} is no path: give one in the folder, such as src/main.py")
     full = os.path.realpath(os.path.join(folder, path))
@@ -29,17 +25,7 @@ def resolve(folder: str, path: str) -> str:
 
 
 def view(folder: str, path: str, first: int = 1, last: int | None = None) -> str:
-    """Return the numbered lines of a file, or the entries of a folder.
-
-    Args:
-        folder: folder that paths are relative to.
-        path: path of a file or folder.
-        first: first line, from 1.
-        last: last line. None is the end.
-
-    Raises:
-        FileError: if there is no such text file or line.
-    """
+    """Return the numbered lines of a file from ``first`` to ``last``, counted from 1, or the entries of a folder."""
     full = resolve(folder, path)
     if os.path.isdir(full):
         entries = sorted(e.name + "/" * e.is_dir(follow_symlinks=False) for e in os.scandir(full))
@@ -56,11 +42,7 @@ def view(folder: str, path: str, first: int = 1, last: int | None = None) -> str
 
 
 def create(folder: str, path: str, content: str) -> str:
-    """Write a file, new or instead of an old one, with the folders above it.
-
-    Raises:
-        FileError: if the path is that of a folder or special file, or leads out of the folder.
-    """
+    """Write a file, new or instead of an old one, with the folders above it."""
     full = resolve(folder, path)
     replaced = os.path.lexists(full)
     if replaced:
@@ -71,11 +53,7 @@ def create(folder: str, path: str, content: str) -> str:
 
 
 def replace(folder: str, path: str, old: str, new: str) -> str:
-    """Replace the only occurrence of a text in a file.
-
-    Raises:
-        FileError: if there is no such file, or the text does not occur exactly once.
-    """
+    """Replace the only occurrence of a text in a file."""
     full = resolve(folder, path)
     text = _read(folder, full, path)
     if not old:

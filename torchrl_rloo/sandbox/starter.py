@@ -1,28 +1,28 @@
-"""Starter process of sandboxed programs; a script started by :mod:`torchrl_rloo.rewards.sandbox`.
+"""Starter process of a sandbox; a script that :mod:`torchrl_rloo.sandbox.sandbox` runs with a policy.
 
-It imports common modules, then forks once per program. A fork takes 1 ms, the start of an interpreter 20 ms. Each fork
-drops its rights before it runs its program. The process holds no secrets: its parent defines its environment, and
-requests contain only open files.
+It imports common modules, then forks a child for each request. A fork takes 1 ms, the start of an interpreter 20 ms. A
+child drops its rights before it runs anything. The process holds no secrets: its parent defines its environment, and
+requests contain only open files, which it never reads.
 
-The process and its program end when the other end of its socket closes or the trainer ends in any way. If the settings
-name a module ``"serve"``, the function ``serve`` of that module handles the requests instead.
+A request is a byte with files: four or eight for a program, one for the channel of a session. All processes end when
+the other end of the channel closes or the trainer ends in any way.
 """
 
 from __future__ import annotations
 
 import sys
 
-sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
 
 import atexit
 import builtins
-import fcntl
+import contextlib
 import gc
-import importlib.util
+import importlib
 import json
 import os
 import random
-import resource
 import select
 import signal
 import socket
@@ -31,46 +31,43 @@ import time
 import traceback
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 COMMON = (  # imported once here instead of in each program
     "bisect cmath collections copy dataclasses datetime decimal fractions functools heapq io itertools math operator "
     "queue re statistics string threading traceback typing"
 ).split()
-MAX_THREADS = 64
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+OWN = "kernel keepers code_judge".split()
+PACKAGE = "torchrl_rloo.sandbox"
 MAX_FILES = 256  # open files of this process
 IDLE = 1.0  # seconds between checks that the trainer lives
 TICK = 0.02  # seconds between counts of threads, which no resource limit bounds for root
-PEER = 3  # file descriptor of the socket between two programs
+Keep = Callable[[socket.socket], None]
 FILES = 4  # files per program: text, standard input, output and error
 
 
-def load(name: str) -> types.ModuleType:
-    """Load a module without its package, from a file name in this folder or a full path without suffix."""
-    path = Path(__file__).parent / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+def load_modules() -> tuple[types.ModuleType, ...]:
+    """Import the modules of this folder without those of the package, which would take seconds."""
+    if __name__ == "__main__":
+        for name, folder in (("torchrl_rloo", os.path.dirname(FOLDER)), (PACKAGE, FOLDER)):
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [folder]
+    return tuple(importlib.import_module(f"{PACKAGE}.{name}") for name in OWN)
 
 
-kernel, library = load("sandbox_kernel"), load("sandbox_library")
+kernel, keepers, _ = load_modules()
 
 
 class Containment:
-    """Protections of programs, prepared once.
-
-    Args:
-        limits: arguments of ``sandbox_kernel.set_limits``.
+    """Protections of programs and Python sessions, prepared once.
 
     Attributes:
         missing: one line per layer that this system lacks.
     """
 
-    def __init__(self, limits: dict[str, int]):
-        self.limits, self.missing = limits, []
+    def __init__(self, settings: dict[str, Any]):
+        self.settings, self.missing = settings, []
         self.program = self.ruleset = None
         try:
             program = kernel.seccomp_filter()
@@ -79,7 +76,7 @@ class Containment:
         except OSError as error:
             self.missing.append(f"seccomp (no processes, signals, network, changes of files): {error}")
         try:
-            ruleset = kernel.landlock_ruleset(library.readable_paths())
+            ruleset = kernel.landlock_ruleset(kernel.readable_paths())
             self._try(lambda: kernel.landlock_restrict(ruleset))
             self.ruleset = ruleset
         except OSError as error:
@@ -88,13 +85,13 @@ class Containment:
         try:
             kernel.drop_capabilities()
             with open(os.__file__, "rb"):
-                library.pin_finders()
+                kernel.pin_finders()
         except OSError as error:
             self.missing.append(f"capabilities (no rights of root, without which Python must be readable): {error}")
         # Try all of it together, as a program gets it: what fails here would be a failure of each program
         try:
             parent, null = os.getpid(), os.open(os.devnull, os.O_RDWR)
-            self._try(lambda: self.restrict_process([null] * (FILES - 1), None, parent))
+            self._try(lambda: self.restrict_process([null] * (FILES - 1), parent))
             os.close(null)
         except OSError as error:
             self.missing.append(f"all of the above together: {error}")
@@ -114,48 +111,75 @@ class Containment:
         if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
             raise OSError(code, os.strerror(abs(code)))
 
-    def restrict_process(self, files: list[int], peer: int | None, parent: int) -> None:
-        """Restrict this process, with ``files`` as its standard streams and no other open file but ``peer``."""
-        kernel.die_with_parent()
-        if os.getppid() != parent:  # the parent ended before that took effect
-            os._exit(1)
+    def restrict_process(self, files: list[int], parent: int, *, limit_cpu: bool = True) -> None:
+        """Restrict this process, with ``files`` as its first descriptors and no other open file."""
+        kernel.die_with_parent([parent])
         # Apply Landlock first: later the filter forbids the call and the descriptor of the rules is closed
         if self.ruleset is not None:
             kernel.landlock_restrict(self.ruleset)
-        # Move the kept files to high numbers first, so that none is overwritten
-        keep = files if peer is None else [*files, peer]
-        copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in keep]
-        for number, file in enumerate(copies):
-            os.dup2(file, number)
-        os.closerange(len(keep), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        kernel.keep_files(files)
         # Install the filter last: it forbids the calls above
-        kernel.set_limits(**self.limits)
+        cpu_seconds = self.settings["cpu_seconds"] if limit_cpu else None
+        kernel.set_limits(kernel.program_limits(cpu_seconds, self.settings["memory"], self.settings["max_output"]))
         if self.program is not None:
             kernel.install_filter(self.program)
 
 
-def serve(channel: socket.socket, containment: Containment, settings: dict[str, Any]) -> str:
-    """Run the requested programs; return only in a fork, with the text of its program."""
-    trainer, timeout = settings["trainer"], settings["timeout"]
-    kernel.limit_starter(MAX_FILES)
+def receive(channel: socket.socket, trainer: int) -> list[int]:
+    """Wait for a request and return its files; end this process if the trainer has ended."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    while True:
-        # The channel does not close while a fork of the trainer holds its other end
-        while not poll.poll(1000 * IDLE):
-            if os.getppid() != trainer:
-                os._exit(0)
-        _, files, _, _ = socket.recv_fds(channel, 1, 2 * FILES)
-        if not files:
+    # The channel does not close while a fork of the trainer holds its other end
+    while not poll.poll(1000 * IDLE):
+        reap_keepers()
+        if os.getppid() != trainer:
             os._exit(0)
+    reap_keepers()
+    _, files, _, _ = socket.recv_fds(channel, 1, 2 * FILES)
+    if not files:
+        os._exit(0)
+    return files
+
+
+def reap_keepers() -> None:
+    """Wait for the keepers that have ended; no program is one of the children now."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def open_session(file: int, keep: Keep, channel: socket.socket) -> None:
+    """Fork the keeper of a session with its end of the session's channel."""
+    parent = os.getpid()
+    try:
+        if os.fork() == 0:
+            try:
+                kernel.die_with_parent([parent])
+                channel.close()
+                keep(socket.socket(fileno=file))
+            finally:
+                os._exit(0)
+    except OSError:  # no process is left: the session's channel closes
+        traceback.print_exc()
+    finally:
+        os.close(file)
+
+
+def serve(channel: socket.socket, keep: Keep, settings: dict[str, Any], containment: Containment | None) -> str:
+    """Run the requested programs and sessions; return only in a fork, with the text of its program."""
+    while True:
+        files = receive(channel, settings["trainer"])
+        if len(files) < FILES:
+            open_session(files[0], keep, channel)
+            continue
         # Fork one process per program
         parent, start = os.getpid(), time.monotonic()
         sockets = socket.socketpair() if len(files) > FILES else (None,)
-        peers = [s and s.fileno() for s in sockets]
         children = []
-        for number, peer in enumerate(peers):
+        for number, peer in enumerate(sockets):
             if (pid := os.fork()) == 0:
-                return start_program(files[number * FILES : (number + 1) * FILES], peer, parent, containment)
+                text, *streams = files[number * FILES : (number + 1) * FILES]
+                return start_program(text, [*streams, *([peer.fileno()] if peer else [])], parent, containment)
             os.setpgid(pid, pid)
             children.append(pid)
         # Close the files of the programs here, then wait for the first program
@@ -163,16 +187,16 @@ def serve(channel: socket.socket, containment: Containment, settings: dict[str, 
             end and end.close()
         for file in files:
             os.close(file)
-        reason = watch(channel, children, start + timeout, trainer)
+        reason = watch(channel, children, start + settings["timeout"], settings["trainer"])
         reply = kill_children(children) | {"reason": reason, "seconds": time.monotonic() - start}
         channel.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def start_program(files: list[int], peer: int | None, parent: int, containment: Containment) -> str:
+def start_program(text: int, files: list[int], parent: int, containment: Containment) -> str:
     """Turn a fork into the process of a program, and return the program's text."""
-    with open(files[0], "rb", closefd=False) as text:
-        source = text.read()
-    containment.restrict_process(files[1:], peer, parent)
+    with open(text, "rb", closefd=False) as stream:
+        source = stream.read()
+    containment.restrict_process(files, parent)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
@@ -199,17 +223,10 @@ def watch(channel: socket.socket, children: list[int], deadline: float, trainer:
             # Limits that the kernel does not enforce
             if time.monotonic() > deadline:
                 return "timed_out"
-            if any(count_threads(pid) > MAX_THREADS for pid in children):
+            if any(map(kernel.has_many_threads, children)):
                 return "threads"
     finally:
         os.close(handle)
-
-
-def count_threads(pid: int) -> int:
-    try:
-        return os.stat(f"/proc/{pid}/task").st_nlink - 2
-    except FileNotFoundError:
-        return 0
 
 
 def kill_children(children: list[int]) -> dict[str, Any]:
@@ -223,25 +240,28 @@ def kill_children(children: list[int]) -> dict[str, Any]:
 
 
 def main() -> str:
+    """Report missing restrictions, then serve; run nothing without them unless that is allowed."""
     settings = json.loads(sys.argv[1])
     channel = socket.socket(fileno=settings["channel"])
     # Import now what programs use, so that forks share it
     for name in COMMON:
         __import__(name)
-    for name in ("code_values", "code_peers", "code_proxies", "code_judge"):
-        load(name)
-    # Report missing restrictions, and run nothing without them unless that is allowed
-    containment = Containment(settings["limits"])
-    channel.sendall(json.dumps({"missing": containment.missing}).encode() + b"\n")
-    if containment.missing and not settings["allow_weaker"]:
+    kernel.limit_starter(MAX_FILES)
+    containment = None if settings["disk"] else Containment(settings)
+    missing = containment.missing if containment else keepers.missing_layers(settings)
+    channel.sendall(json.dumps({"missing": missing}).encode() + b"\n")
+    if missing and not settings["allow_weaker"]:
         os._exit(1)
     builtins.exit = builtins.quit = sys.exit  # defined by the site module, which -S skips
-    server = load(settings["serve"]).serve if "serve" in settings else None
     gc.freeze()  # keeps collections in forks from copying the memory of this process
-    if server is not None:
-        server(sys.modules["__main__"], channel, containment, settings)
-        os._exit(0)
-    return serve(channel, containment, settings)
+
+    def keep(session: socket.socket) -> None:
+        if containment is None:
+            keepers.keep_workspace(session, not missing, settings)
+        else:
+            keepers.keep_python(session, containment, settings)
+
+    return serve(channel, keep, settings, containment)
 
 
 def execute(source: str) -> None:

@@ -54,51 +54,48 @@ _COPIED: list[tuple[type, Callable[[Any], tuple[Any, ...]], Callable[..., Any]]]
 COPIED = {kind: (take, make) for kind, take, make in _COPIED}
 
 
-def _fill_mapping(kind: type) -> Callable[[Any, list[Any]], None]:
+def _refill(kind: type, extend: Callable[[Any, list[Any]], None]) -> Callable[[Any, list[Any]], None]:
     def fill(value: Any, parts: list[Any]) -> None:
         kind.clear(value)
+        extend(value, parts)
+
+    return fill
+
+
+def _fill_mapping(kind: type) -> Callable[[Any, list[Any]], None]:
+    def extend(value: Any, parts: list[Any]) -> None:
         half = len(parts) // 2
         for key, item in zip(parts[:half], parts[half:], strict=True):
             kind.__setitem__(value, key, item)
 
-    return fill
+    return _refill(kind, extend)
+
+
+def _iterate(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: tuple(kind.__iter__(value))
 
 
 def _take_mapping(value: Any) -> tuple[Any, ...]:
     return (*dict.keys(value), *dict.values(value))
 
 
-def _fill_set(value: set, parts: list[Any]) -> None:
-    set.clear(value)
-    set.update(value, parts)
-
-
-def _fill_deque(value: deque, parts: list[Any]) -> None:
-    deque.clear(value)
-    deque.extend(value, parts)
+def _take_ordered(value: Any) -> tuple[Any, ...]:
+    return (*OrderedDict.keys(value), *OrderedDict.values(value))
 
 
 # Mutable types: their parts, how they take new ones, and what is fixed when they are made
 SHARED: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any, list[Any]], None], str]] = {
-    list: (lambda v: tuple(list.__iter__(v)), lambda v, parts: list.__setitem__(v, slice(None), parts), ""),
-    set: (lambda v: tuple(set.__iter__(v)), _fill_set, ""),
-    deque: (lambda v: tuple(deque.__iter__(v)), _fill_deque, "maxlen"),
-    bytearray: (
-        lambda v: tuple(bytearray.__iter__(v)),
-        lambda v, parts: bytearray.__setitem__(v, slice(None), bytes(parts)),
-        "",
-    ),
+    list: (_iterate(list), lambda v, parts: list.__setitem__(v, slice(None), parts), ""),
+    set: (_iterate(set), _refill(set, set.update), ""),
+    deque: (_iterate(deque), _refill(deque, deque.extend), "maxlen"),
+    bytearray: (_iterate(bytearray), lambda v, parts: bytearray.__setitem__(v, slice(None), bytes(parts)), ""),
     array: (
         lambda v: tuple(array.tolist(v)),
         lambda v, parts: array.__setitem__(v, slice(None), array(v.typecode, parts)),
         "typecode",
     ),
     defaultdict: (_take_mapping, _fill_mapping(dict), "default_factory"),
-    OrderedDict: (
-        lambda v: (*OrderedDict.keys(v), *OrderedDict.values(v)),
-        _fill_mapping(OrderedDict),
-        "",
-    ),
+    OrderedDict: (_take_ordered, _fill_mapping(OrderedDict), ""),
     **{kind: (_take_mapping, _fill_mapping(dict), "") for kind in (dict, Counter)},
 }
 PLAIN = {kind.__name__: kind for kind in (*COPIED, *SHARED)}
@@ -143,20 +140,12 @@ def make_empty(base: type, kind: type, fixed: Any) -> Any:
 
 
 class Values:
-    """Writer and reader of the values at one end.
-
-    Args:
-        prefix: beginning of the keys of the containers that this end shares first.
-
-    Attributes:
-        shared: containers that both ends have, by their keys.
-        objects: all other objects, by their numbers. That with number 5 has the key ``o5`` if it is a container.
-    """
+    """Writer and reader of the values at one end."""
 
     def __init__(self, prefix: str):
-        self.prefix, self.count = prefix, 0
-        self.objects: dict[int, Any] = {}
-        self.shared: dict[str, Any] = {}
+        self.prefix, self.count = prefix, 0  # of the keys of the containers that this end shares first
+        self.objects: dict[int, Any] = {}  # by number; that with number 5 has the key ``o5`` if it is a container
+        self.shared: dict[str, Any] = {}  # containers that both ends have, by their keys
         self.keys: dict[int, str] = {}
         self.known: dict[str, tuple[Any, ...]] = {}  # the parts that the other end has
 

@@ -1,16 +1,12 @@
-"""Programs that try to escape from the sandbox. Each must succeed outside it, which proves that the attempt is real."""
+"""Programs in the sandbox: limits, results, starters, missing layers."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import platform
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,95 +17,10 @@ import pytest
 
 from support.processes import children, wait_until_gone
 from support.waiting import PATIENCE, wait_until
-from torchrl_rloo.rewards import sandbox_kernel
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox import Sandbox, SandboxUnavailableError, kernel
 
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
-X86 = platform.machine() == "x86_64"
+pytestmark = pytest.mark.usefixtures("sandboxed")
 MB = 1 << 20
-
-SYSCALL = "import ctypes; call = ctypes.CDLL(None, use_errno=True).syscall\n"
-# Each reads its targets from standard input and prints ESCAPED if it succeeds.
-ESCAPES = {
-    "tcp": "import socket; socket.create_connection(('127.0.0.1', a['tcp']), 2)",
-    "listen": "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()",
-    "udp": "import socket; socket.socket(2, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', a['udp']))",
-    "unix": "import socket; socket.socket(socket.AF_UNIX).connect(a['unix'])",
-    "socketpair": "import socket; socket.socketpair()",
-    "netlink": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
-    "fork": "import os; pid = os.fork()\nif pid == 0: os._exit(0)",
-    "subprocess": "import subprocess; subprocess.run(['/bin/true'], check=True)",
-    "posix_spawn": "import os; os.posix_spawn('/bin/true', ['true'], {})",
-    "system": "import os; assert os.system('true') == 0",
-    "exec": "import os; os.execv('/bin/echo', ['echo', 'ESCAPED'])",
-    "ctypes_fork": "import ctypes, os\nif ctypes.CDLL(None).fork() == 0: os._exit(0)\nassert os.wait()",
-    "clone3": SYSCALL + "import struct\n"
-    "r = call(435, struct.pack('=QQQQQQQQ', 0, 0, 0, 0, 17, 0, 0, 0), 64)\n"
-    "if r == 0: import os; os._exit(0)\nassert r > 0",
-    "write_file": "open(a['dir'] + '/new', 'w')",
-    "append_file": "open(a['victim'], 'a').write('x')",
-    "update_file": "open(a['victim'], 'r+').write('x')",
-    "truncate": "import os; os.truncate(a['victim'], 0)",
-    "write_repository": "open(a['repository'] + '/escape_of_a_test', 'w')",
-    "write_temp": "import tempfile; tempfile.NamedTemporaryFile().write(b'x')",
-    "write_shm": "import os; p = '/dev/shm/escape_of_a_test'; open(p, 'w').close(); os.remove(p)",
-    "write_here": "open('new', 'w')",
-    "temporary_directory": "import tempfile; tempfile.TemporaryDirectory()",
-    "memfd": "import os; os.memfd_create('x')",
-    "mkdir": "import os; os.mkdir(a['dir'] + '/new')",
-    "remove": "import os; os.remove(a['victim'])",
-    "rename": "import os; os.rename(a['victim'], a['dir'] + '/new')",
-    "chmod": "import os; os.chmod(a['victim'], 0o777)",
-    "chown": "import os; os.chown(a['victim'], os.getuid(), os.getgid())",
-    "utime": "import os; os.utime(a['victim'])",
-    "symlink": "import os; os.symlink(a['victim'], a['dir'] + '/new')",
-    "hardlink": "import os; os.link(a['victim'], a['dir'] + '/new')",
-    "read_through_symlink": "open(a['link']).read()",
-    "fifo": "import os; os.mkfifo(a['dir'] + '/new')",
-    "read_file": "assert 'hush' in open(a['victim']).read()",
-    "list_folder": "import os; assert os.listdir(a['dir'])",
-    "list_home": "import os; os.listdir(a['home'])",
-    "read_etc": "open('/etc/passwd').read()",
-    "environment": "import os; assert os.environ['TRAINER_SECRET']",
-    "own_environment": "assert 'TRAINER' in open('/proc/self/environ').read()",
-    "trainer_environment": "assert open(f'/proc/{a[\"trainer\"]}/environ').read()",
-    "parent_environment": "import os; assert open(f'/proc/{os.getppid()}/environ').read()",
-    "trainer_command": "assert open(f'/proc/{a[\"trainer\"]}/cmdline').read()",
-    "trainer_memory": "open(f'/proc/{a[\"trainer\"]}/maps').read()",
-    "trainer_folder": "import os; os.readlink(f'/proc/{a[\"trainer\"]}/cwd')",
-    "own_memory": "open('/proc/self/mem', 'rb')",
-    "inherited_file": "import os; assert b'hush' in os.pread(a['open'], 99, 0)",
-    "signal_victim": "import os; os.kill(a['pid'], 9)",
-    "signal_parent": "import os; os.kill(os.getppid(), 0)",
-    "signal_everyone": "import os; os.kill(-1, 0)",
-    "signal_group": "import os, signal; os.killpg(0, signal.SIGCONT)",
-    "signal_by_pidfd": "import os, signal; signal.pidfd_send_signal(os.pidfd_open(a['pid']), 9)",
-    "signal_by_file": "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, a['pid'])",
-    "signal_by_queue": "import ctypes; assert ctypes.CDLL(None).sigqueue(a['pid'], 0, None) == 0",
-    "trace": "import ctypes; assert ctypes.CDLL(None).ptrace(0, 0, None, None) == 0",
-    "raise_limits": "import resource as r; r.setrlimit(r.RLIMIT_CPU, r.getrlimit(r.RLIMIT_CPU))",
-    "raise_limits_of_victim": "import resource as r; r.prlimit(a['pid'], r.RLIMIT_CORE, (0, 0))",
-    "priority_of_victim": "import os; os.setpriority(os.PRIO_PROCESS, a['pid'], 5)",
-    "pipe": "import os; os.pipe()",
-    "shared_memory": SYSCALL + f"assert call({29 if X86 else 194}, 0, 4096, 0o1600) >= 0",
-    "new_filter": "import ctypes; assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0",
-    "change_folder": "import os; os.chdir(a['dir'])",
-}
-if os.getuid() == 0:
-    ESCAPES["raw_socket"] = "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)"
-if X86:
-    NATIVE = "import ctypes, mmap; m = mmap.mmap(-1, 4096, prot=7); m.write(bytes.fromhex({code!r}))\n"
-    NATIVE += "assert ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))() > 0"
-    ESCAPES["32_bit_call"] = NATIVE.format(code="b814000000cd80c3")  # mov eax, 20 (getpid); int 0x80; ret
-
-
-def program(escape: str) -> str:
-    return f"import json, sys\na = json.loads(input())\n{ESCAPES[escape]}\nprint('ESCAPED', flush=True)"
 
 
 @pytest.fixture(scope="module")
@@ -124,73 +35,6 @@ def sandbox() -> Iterator[Sandbox]:
 @pytest.fixture(scope="module")
 def impatient() -> Sandbox:
     return Sandbox(timeout=1, cpu_seconds=60)
-
-
-@pytest.fixture
-def attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Targets of the programs: listening servers, a file, a process, an inheritable open file."""
-    monkeypatch.setenv("TRAINER_SECRET", "hush")
-    victim, folder = tmp_path / "victim", tmp_path / "folder"
-    victim.write_text("hush")
-    folder.mkdir()
-    (folder / "file").touch()
-    (tmp_path / "link").symlink_to(victim)
-    tcp, udp, unix = socket.socket(), socket.socket(type=socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX)
-    unix_path = os.path.join(tempfile.mkdtemp(), "s")  # tmp_path may be too long for a socket
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    with tcp, udp, unix, victim.open() as opened:
-        tcp.bind(("127.0.0.1", 0))
-        udp.bind(("127.0.0.1", 0))
-        unix.bind(unix_path)
-        tcp.listen()
-        unix.listen()
-        os.set_inheritable(opened.fileno(), True)
-        yield {
-            "tcp": tcp.getsockname()[1],
-            "udp": udp.getsockname()[1],
-            "unix": unix_path,
-            "victim": str(victim),
-            "dir": str(folder),
-            "link": str(tmp_path / "link"),
-            "home": str(Path.home()),
-            "repository": str(tmp_path),
-            "trainer": os.getpid(),
-            "pid": process.pid,
-            "open": opened.fileno(),
-        }
-    process.kill()
-    process.wait()
-    os.remove(unix_path)
-    os.rmdir(os.path.dirname(unix_path))
-
-
-@pytest.mark.parametrize("escape", ESCAPES)
-def test_escape_is_contained(sandbox: Sandbox, attack: dict[str, Any], escape: str, tmp_path: Path):
-    attack["repository"] = str(Path(__file__).parents[2])
-    result = sandbox.run(program(escape), json.dumps(attack))
-    assert "ESCAPED" not in result.stdout
-    assert result.reason in ("exit", "killed") and not result.ok
-    assert os.waitpid(attack["pid"], os.WNOHANG) == (0, 0)  # the target process is alive
-    assert Path(attack["victim"]).read_text() == "hush"
-    assert os.listdir(attack["dir"]) == ["file"]
-    assert not list(Path(attack["repository"]).glob("escape_of_a_test"))
-
-
-@pytest.mark.parametrize("escape", ESCAPES)
-def test_escape_succeeds_outside(attack: dict[str, Any], escape: str, tmp_path: Path):
-    command = [sys.executable, "-I", "-S", "-c", program(escape)]
-    result = subprocess.run(
-        command,
-        input=json.dumps(attack) + "\n",
-        text=True,
-        capture_output=True,
-        close_fds=False,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    if escape == "32_bit_call" and result.returncode == -signal.SIGSEGV:
-        pytest.skip("this kernel has no 32-bit calls")
-    assert "ESCAPED" in result.stdout, result.stderr
 
 
 LIMITS = {
@@ -318,7 +162,7 @@ def test_threads_at_once(sandbox: Sandbox):
 
 def test_pickles_and_survives_a_fork(sandbox: Sandbox):
     copy = pickle.loads(pickle.dumps(sandbox))
-    assert copy.run("print(5)").stdout == "5\n" and copy.memory == sandbox.memory
+    assert copy.run("print(5)").stdout == "5\n" and copy.policy == sandbox.policy
     if (pid := os.fork()) == 0:
         code = 1
         try:
@@ -368,7 +212,7 @@ def test_a_dead_starter_costs_one_program(sandbox: Sandbox):
 
 
 TRAINER = """
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox import Sandbox
 sandbox = Sandbox(timeout=60)
 print(sandbox._idle[0].process.pid, flush=True)
 sandbox.run("import time; time.sleep(60)", guest="import time; time.sleep(60)")
@@ -388,8 +232,8 @@ def test_a_killed_trainer_takes_all_with_it():
 
 WITHOUT = """
 import struct, sys
-from torchrl_rloo.rewards import sandbox_kernel as kernel
-from torchrl_rloo.rewards.sandbox import Sandbox
+from torchrl_rloo.sandbox import kernel
+from torchrl_rloo.sandbox import Sandbox
 i = kernel.instruction
 refuse, allow = i(0x06, 0x00050026), i(0x06, 0x7FFF0000)
 if sys.argv[1].startswith("landlock"):  # landlock_create_ruleset, or only landlock_restrict_self
@@ -426,12 +270,12 @@ def test_unusable_settings_are_refused():
         with pytest.raises(ValueError, match=next(iter(settings))):
             Sandbox(**settings)
     with pytest.raises(OSError, match="sparc"):
-        sandbox_kernel.seccomp_filter("sparc")
+        kernel.seccomp_filter("sparc")
     assert issubclass(SandboxUnavailableError, RuntimeError)
 
 
 def test_filter_of_the_other_machine_has_no_call_it_should_not():
-    names = set(sandbox_kernel.SYSCALLS)
+    names = set(kernel.SYSCALLS)
     assert not names & {"fork", "vfork", "execve", "socket", "connect", "kill", "tgkill", "ptrace", "mount", "unlink"}
     for machine in ("x86_64", "aarch64"):
-        assert len(sandbox_kernel.seccomp_filter(machine)) % 8 == 0
+        assert len(kernel.seccomp_filter(machine)) % 8 == 0

@@ -20,15 +20,9 @@ import pytest
 from support import attacks_processes
 from support.processes import children, descendants
 from support.waiting import wait_until
-from torchrl_rloo.rewards import sandbox_kernel
-from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.sandbox import Sandbox, kernel
 
-try:
-    Sandbox().close()
-    MISSING = ""
-except SandboxUnavailableError as error:
-    MISSING = str(error)
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = pytest.mark.usefixtures("sandboxed")
 X86 = platform.machine() == "x86_64"
 ROOT = Path(__file__).parents[2]
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -189,8 +183,8 @@ def test_rare_advice_on_memory_is_refused(sandbox: Sandbox, advice: int):
 
 @pytest.mark.skipif(not X86, reason="numbers of x86-64")
 def test_only_the_listed_calls_enter_the_kernel(sandbox: Sandbox):
-    allowed = {numbers[0] for numbers in sandbox_kernel.SYSCALLS.values()}
-    allowed |= {numbers[0] for name, numbers in vars(sandbox_kernel).items() if name in CONDITIONAL}
+    allowed = {numbers[0] for numbers in kernel.SYSCALLS.values()}
+    allowed |= {numbers[0] for numbers in kernel.CONDITIONAL.values()}
     tried = [n for n in [*range(600), *range(0x40000000, 0x40000000 + 600)] if n not in allowed | UPROBES]
     text = (
         "import ctypes, json\nlibc = ctypes.CDLL(None, use_errno=True)\nfor n in json.loads(input()):\n"
@@ -202,7 +196,6 @@ def test_only_the_listed_calls_enter_the_kernel(sandbox: Sandbox):
 
 
 UPROBES = {335, 336}  # these end the caller
-CONDITIONAL = {"_OPEN", "_OPENAT", "_CLONE", "_FCNTL", "_PRLIMIT", "_MMAP", "_MADVISE"}
 
 
 # Floods
@@ -237,9 +230,8 @@ def test_a_flood_ends_and_the_next_program_runs(text: str):
 OTHER = """
 import importlib.util, os, sys, types
 package = types.ModuleType("torchrl_rloo"); package.__path__ = ["torchrl_rloo"]
-rewards = types.ModuleType("torchrl_rloo.rewards"); rewards.__path__ = ["torchrl_rloo/rewards"]
-sys.modules.update({"torchrl_rloo": package, "torchrl_rloo.rewards": rewards})
-from torchrl_rloo.rewards.sandbox import Sandbox
+sys.modules["torchrl_rloo"] = package
+from torchrl_rloo.sandbox import Sandbox
 sandbox = Sandbox()
 assert os.getuid() == 65534 and not sandbox.missing
 print(sandbox.run("import json, ssl, sqlite3; print(6 * 7)").stdout, end="")
@@ -264,7 +256,7 @@ def test_it_contains_the_same_as_another_user(tmp_path_factory: pytest.TempPathF
     victim = subprocess.Popen(["sleep", "1000"], user=65534)
     try:
         # Copy the few files that it needs to a folder that all users may read
-        for path in [*ROOT.glob("torchrl_rloo/_*.py"), *ROOT.glob("torchrl_rloo/rewards/*.py")]:
+        for path in [*ROOT.glob("torchrl_rloo/sandbox/*.py"), *ROOT.glob("torchrl_rloo/runtime/*.py")]:
             target = folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)

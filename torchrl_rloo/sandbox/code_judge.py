@@ -1,8 +1,8 @@
-"""Tests of a program in a separate process; loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Tests of a program in a separate process; loaded by :mod:`torchrl_rloo.sandbox.starter`.
 
 The names of the tests are their own, except those that the task assigns to the program (see
 :mod:`torchrl_rloo.rewards.code_names`). These are proxies, which send calls to the process of the program
-(:mod:`torchrl_rloo.rewards.code_proxies`).
+(:mod:`torchrl_rloo.sandbox.code_proxies`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-if __package__:
-    from torchrl_rloo.rewards.code_proxies import (
-        ProgramConnection,
-        ProgramError,
-        UnsupportedTestError,
-        forward_library,
-    )
-else:  # loaded as a file
-    from code_proxies import ProgramConnection, ProgramError, UnsupportedTestError, forward_library
+from torchrl_rloo.sandbox.code_proxies import (
+    ProgramConnection,
+    ProgramError,
+    UnsupportedTestError,
+    forward_library,
+)
 
 _REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS)  # by the sandbox
 
@@ -35,14 +32,10 @@ _REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS)  # by the sand
 class Judge:
     """Tests of a row, and their names.
 
-    Args:
-        task: settings of the tests. ``prelude`` and ``setup`` are texts that run before them. ``program`` lists the
-            names of the program. ``candidate`` has the name of the function for ``check`` and calls and the class that
-            can have it as a method, or nothing. ``library`` lists triples of a name, a module and its attribute.
-            ``tests`` lists ``["assert", text]``, ``["check", text]`` and ``["call", arguments, result]``.
-
-    Raises:
-        SyntaxError: if a text is not Python.
+    In a task, ``prelude`` and ``setup`` are texts that run before the tests. ``program`` lists the names of the
+    program. ``candidate`` has the name of the function for ``check`` and calls and the class that can have it as a
+    method, or nothing. ``library`` lists triples of a name, a module and its attribute. ``tests`` lists
+    ``["assert", text]``, ``["check", text]`` and ``["call", arguments, result]``.
     """
 
     def __init__(self, task: dict[str, Any]):
@@ -89,11 +82,7 @@ class Judge:
         exec(rest, self.namespace)
 
     def find_candidate(self) -> Any:
-        """Return the function under test, also as a method of a new instance.
-
-        Raises:
-            NameError: if the program does not define it.
-        """
+        """Return the function under test, also as a method of a new instance."""
         name, owner = self.task["candidate"]
         if name in self.own:
             return self.own[name]
@@ -102,11 +91,7 @@ class Judge:
         raise NameError(f"name {name!r} is not defined")
 
     def run(self, test: list[Any]) -> None:
-        """Run a test.
-
-        Raises:
-            Exception: if the test fails.
-        """
+        """Run a test, which raises if it fails."""
         kind, *content = test
         if kind == "call":
             arguments, expected = content

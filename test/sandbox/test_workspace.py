@@ -16,8 +16,8 @@ from support.waiting import wait_until
 from torchrl_rloo.envs.tools.parsers import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import ToolRegistry
-from torchrl_rloo.envs.tools.workspace import CommandResult, Workspace, WorkspaceFolder, WorkspaceLostError
-from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
+from torchrl_rloo.envs.tools.workspace import FileEditTool, ShellTool, Workspace
+from torchrl_rloo.sandbox import Sandbox, SessionResult, WorkspaceLostError, WorkspaceSession
 
 MB = 1 << 20
 PYTHON = "python3"
@@ -30,28 +30,28 @@ def workspace() -> Workspace:
 
 
 @pytest.fixture
-def folder(workspace: Workspace) -> Iterator[WorkspaceFolder]:
+def folder(workspace: Workspace) -> Iterator[WorkspaceSession]:
     with workspace.open({"a.txt": "one\ntwo\none\n", "lib/b.py": "x = 1\n"}) as folder:
         yield folder
 
 
 @pytest.fixture(scope="module")
-def shared(workspace: Workspace) -> Iterator[WorkspaceFolder]:
+def shared(workspace: Workspace) -> Iterator[WorkspaceSession]:
     """A folder like the other one, for tests that do not change it."""
     with workspace.open({"a.txt": "one\ntwo\none\n", "lib/b.py": "x = 1\n"}) as folder:
         run(folder, "printf '\\377\\376' > lib/binary; mkfifo lib/pipe")
         yield folder
 
 
-def run(folder: WorkspaceFolder, command: str, timeout: float | None = None) -> CommandResult:
-    return asyncio.run(folder.run(command, timeout))
+def run(folder: WorkspaceSession, command: str, timeout: float | None = None) -> SessionResult:
+    return folder.run(command, timeout)
 
 
-def edit(folder: WorkspaceFolder, operation: str, **arguments: object) -> tuple[bool, str]:
+def edit(folder: WorkspaceSession, operation: str, **arguments: object) -> tuple[bool, str]:
     return asyncio.run(folder.edit(operation, **arguments))
 
 
-def python(folder: WorkspaceFolder, code: str) -> str:
+def python(folder: WorkspaceSession, code: str) -> str:
     return run(folder, f"{PYTHON} - <<'END'\n{code}\nEND").output
 
 
@@ -59,15 +59,15 @@ def below() -> set[int]:
     return set(descendants(os.getpid()))
 
 
-def keepers() -> list[int]:
-    return children(os.getpid(), "workspace_child.py")
+def keepers(workspace: Workspace) -> list[int]:
+    return children(workspace.sandbox.host().process.pid)
 
 
 # --------------------------------------------------------------------------------------------- what a command can reach
 def test_files_persist_between_commands_and_the_shell_does_not(folder):
     assert run(folder, "cd lib; x=1; echo hi > c.txt; echo oh > $TMPDIR/d").code == 0
     assert run(folder, "pwd; cat lib/c.txt $TMPDIR/d; echo $x").output == "/workspace\nhi\noh\n\n"
-    assert run(folder, "echo out; echo err >&2; exit 3") == CommandResult("exit", 3, "out\nerr\n")
+    assert run(folder, "echo out; echo err >&2; exit 3") == SessionResult("exit", "out\nerr\n", code=3)
     assert run(folder, "kill -9 $$").code == -signal.SIGKILL
 
 
@@ -289,7 +289,7 @@ def call(session: ToolSession, name: str, **arguments: object) -> ToolResult:
 
 @pytest.fixture
 def make_session(workspace: Workspace) -> Iterator[Callable[..., ToolSession]]:
-    before, sessions = keepers(), []
+    before, sessions = keepers(workspace), []
     tools = ToolRegistry([ShellTool(workspace), FileEditTool(workspace)])
 
     def make(tools: ToolRegistry = tools, timeout: float = 60.0, **files: str) -> ToolSession:
@@ -299,7 +299,7 @@ def make_session(workspace: Workspace) -> Iterator[Callable[..., ToolSession]]:
     yield make
     for session in sessions:
         asyncio.run(session.close())
-    assert keepers() == before, "keepers are left behind"
+    wait_until(lambda: keepers(workspace) == before, what="the end of all keepers")
 
 
 def test_tools_share_a_folder_and_conversations_do_not(make_session):
@@ -344,7 +344,7 @@ def test_an_abandoned_call_loses_the_folder_and_the_next_one_begins_again(make_s
 def test_a_killed_keeper_is_noticed(workspace):
     with workspace.open() as folder:
         run(folder, "true")
-        folder._helper.process.kill()
+        os.kill(folder.pid, signal.SIGKILL)
         with pytest.raises(WorkspaceLostError, match="lost"):
             run(folder, "true")
 
@@ -367,19 +367,19 @@ for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map"
         file.write(text)
 with open("/proc/sys/user/max_user_namespaces", "w") as file:
     file.write("0")
-from torchrl_rloo.envs.tools.workspace import Workspace
-from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
+from torchrl_rloo.envs.tools import Workspace
+from torchrl_rloo.sandbox import SandboxUnavailableError
 try:
     Workspace()
 except SandboxUnavailableError as error:
     print(error)
 weaker = Workspace(allow_weaker=True)
-print(len(weaker.missing))
+print(len(weaker.sandbox.missing))
 with weaker.open({"a": "1"}) as folder:
-    print(asyncio.run(folder.run("cat a; (setsid sleep 98765 &); pwd")).output)
-    print(asyncio.run(folder.run("sleep 1000", 0.2)).reason)
+    print(folder.run("cat a; (setsid sleep 98765 &); pwd").output)
+    print(folder.run("sleep 1000", 0.2).reason)
     print(asyncio.run(folder.edit("create", path="../x", content="")))
-    print(asyncio.run(folder.run("ps ax | grep -c 'slee[p] 98765'")).output)
+    print(folder.run("ps ax | grep -c 'slee[p] 98765'").output)
 """
 
 
@@ -403,8 +403,13 @@ def test_bad_settings_are_refused(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             Workspace(**settings)
+    workspace = Workspace()
     with pytest.raises(ValueError, match="must be a mapping of paths to texts"):
-        Workspace().open(["a"])
+        workspace.open(["a"])
+    with pytest.raises(ValueError, match="disk=67108864 must be 0 to run a program"):
+        workspace.sandbox.run("1")
+    with pytest.raises(ValueError, match="require a policy with a disk"):
+        Sandbox().open({"a": ""})
 
 
 def test_a_readable_folder_is_shown_read_only(tmp_path):
@@ -419,10 +424,10 @@ def test_a_readable_folder_is_shown_read_only(tmp_path):
 
 TRAINER = """
 import asyncio
-from torchrl_rloo.envs.tools.workspace import Workspace
+from torchrl_rloo.envs.tools import Workspace
 folder = Workspace().open()
-print(folder._helper.process.pid, flush=True)
-asyncio.run(folder.run("sleep 1000", 1000))
+print(folder.pid, flush=True)
+folder.run("sleep 1000", 1000)
 """
 
 
