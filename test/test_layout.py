@@ -22,6 +22,7 @@ FOLDERS = (
     "cli",
     "embedded",
     "run",
+    "evaluation",
     "diagnostics",
     "collectors",
     "envs",

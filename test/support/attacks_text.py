@@ -12,7 +12,7 @@ from typing import Any
 
 from torchrl_rloo._http import ReplyError, strict_json
 from torchrl_rloo._masking import mask_command, mask_settings
-from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_calls
+from torchrl_rloo.diagnostics.transcripts import TOOL_CALL_PATTERN, find_calls
 from torchrl_rloo.envs.tasks import TASKS
 from torchrl_rloo.envs.tools.parsers import PARSERS, RegexParser, without_thinking
 from torchrl_rloo.rewards.answers import final_answer

@@ -275,7 +275,7 @@ class LoggerConfig:
     samples: int = 8  # rows per table of samples; 0: no tables
     loggers: list[str] = field(
         default_factory=lambda: ["tensorboard"]
-    )  # loggers to use: tensorboard, csv, wandb, mlflow, ray (on a cluster)
+    )  # loggers to use: tensorboard, csv, wandb, mlflow, trackio, ray (on a cluster)
     logger_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments by logger: {wandb: {project: rloo}}
 
 
