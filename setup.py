@@ -51,6 +51,7 @@ EXTRAS = {
     "ray": ["ray>=2.60,<3"],  # rollouts on a cluster: actors, object store, placement; tested with 2.60
     "ray-jobs": ["ray[default]>=2.60,<3"],  # job server and dashboard of Ray, for `ray job submit`
     "loggers": ["wandb>=0.20,<1", "mlflow>=3,<4"],  # loggers other than tensorboard
+    "trackio": ["trackio>=0.43,<0.44"],  # local dashboard of metrics; 0.x
 }
 EXTRAS["docs"] = [
     *EXTRAS["peft"],
@@ -94,7 +95,7 @@ setup(
     package_dir={"torchrl_rloo.recipes": "sota_implementations"},  # includes the recipes in a wheel
     package_data={
         "torchrl_rloo": ["py.typed"],
-        "torchrl_rloo.diagnostics": ["shared_page/*", "transcripts_page/*", "live_page/*"],
+        "torchrl_rloo.diagnostics": ["shared_page/*", "transcripts_page/*", "report_page/*"],
         "torchrl_rloo.recipes": ["*/*.py", "*/*.yaml", "*/config/**/*.yaml"],
     },
     entry_points={"console_scripts": ["torchrl-rloo = torchrl_rloo.cli.main:main"]},

@@ -93,7 +93,7 @@ def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
     """Yield one line of the table for each engine, setting and trainer."""
     from torchrl_rloo.data import keys
     from torchrl_rloo.data.rows import gather_actions, ragged
-    from torchrl_rloo.diagnostics.statistics.parity import log_prob_gap
+    from torchrl_rloo.diagnostics.parity import log_prob_gap
     from torchrl_rloo.engines.vllm_inprocess import VLLMEngine
     from torchrl_rloo.modules import TransformersWrapper, load_model
 

@@ -10,10 +10,11 @@ from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, tensor_rows
-from torchrl_rloo.diagnostics import Evaluation, completion_metrics
+from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.embedded import resolve_task, warm_start
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform
+from torchrl_rloo.evaluation import Evaluation
 from torchrl_rloo.modules import TransformersWrapper, ValueHead, frozen_reference, load_model
 from torchrl_rloo.objectives import PRESETS, RLOOLoss, ValueLoss, merge_outputs
 from torchrl_rloo.replay import RowStorage, TokenGAE

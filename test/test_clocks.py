@@ -22,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {
     "torchrl_rloo/runtime/clock.py": "the epoch of a process, read once: it makes times of several machines comparable",
     "torchrl_rloo/collectors/ledger.py": "a time for readers of the audit",
-    "torchrl_rloo/diagnostics/watch_files.py": "times of files tell that they changed",
-    "torchrl_rloo/diagnostics/watch_run.py": "the age of a file, for readers of a page",
     "torchrl_rloo/engines/pool.py": "a time for readers of the pool's events",
     "torchrl_rloo/agents/chat_format.py": "a field of OpenAI's format",
     "torchrl_rloo/agents/responses_format.py": "a field of OpenAI's format",

@@ -24,6 +24,7 @@ FOLDERS = (
     "agents",
     "ray",
     "run",
+    "evaluation",
     "diagnostics",
     "collectors",
     "envs",

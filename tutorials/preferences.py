@@ -9,8 +9,8 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.data import encode_preferences, keys, load_preferences, load_prompts
-from torchrl_rloo.diagnostics import Evaluation
 from torchrl_rloo.embedded import addition_demonstrations, addition_prompts, warm_start
+from torchrl_rloo.evaluation import Evaluation
 from torchrl_rloo.functional.preference import DPO
 from torchrl_rloo.modules import TransformersWrapper, load_model, record_log_probs
 from torchrl_rloo.objectives import PreferenceLoss, merge_outputs

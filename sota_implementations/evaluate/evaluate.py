@@ -83,11 +83,11 @@ from hydra.utils import get_method, instantiate
 from transformers import PreTrainedModel
 
 from torchrl_rloo.data import PromptDataset
-from torchrl_rloo.diagnostics import Evaluation, EvaluationResult, compare, write_evaluation_transcripts
-from torchrl_rloo.diagnostics.evaluation_result import check_format
 from torchrl_rloo.embedded import resolve_model, resolve_task
 from torchrl_rloo.engines import Engine
 from torchrl_rloo.envs.tasks import TaskBase, conversation_settings
+from torchrl_rloo.evaluation import Evaluation, EvaluationResult, compare, write_evaluation_transcripts
+from torchrl_rloo.evaluation.result import check_format
 from torchrl_rloo.modules import (
     TransformersWrapper,
     TurnPolicy,

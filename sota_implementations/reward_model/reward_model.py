@@ -106,10 +106,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_rloo.data import keys, load_preference_splits
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.diagnostics import DEFINITIONS, Calibration, calibrate, write_calibration, write_report
-from torchrl_rloo.diagnostics.calibration import CALIBRATION_PLOT
+from torchrl_rloo.diagnostics import DEFINITIONS, write_report
 from torchrl_rloo.diagnostics.health import make_health
 from torchrl_rloo.embedded import addition_preferences, resolve_model
+from torchrl_rloo.evaluation import Calibration, calibrate, write_calibration
+from torchrl_rloo.evaluation.calibration import CALIBRATION_PLOT
 from torchrl_rloo.modules import context_length, save_model
 from torchrl_rloo.modules.heads import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import merge_outputs

@@ -48,7 +48,7 @@ import rloo_sync as sync  # the parts that do not depend on where rows are sampl
 import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
-from torchrl_rloo import diagnostics, modules
+from torchrl_rloo import diagnostics, evaluation, modules
 from torchrl_rloo.collectors import GroupSource
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import unbind_rows
@@ -150,6 +150,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
                 sync.evaluate(run, cfg, source, evaluations)
             run.log({}, timings=timings(*source.parts))
+            sync.refresh_report(run, cfg, ranks)
     if run.finished:
         sync.finish(run, cfg, problem, ranks, source)
 
@@ -219,7 +220,7 @@ def log_rollouts(run: Run, cfg: Config, problem: sync.Problem, source: Reference
     run.log(metrics, timings={"tokens_per_second": speed})
     if cfg.log.samples and run.is_due(cfg.log.samples_every) and source.ranks.is_main:
         rows = source.with_text(metadata[: cfg.log.samples])
-        run.log_table("training completions", diagnostics.completion_table(rows, cfg.log.samples))
+        run.log_table("training completions", evaluation.completion_table(rows, cfg.log.samples))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from transformers import PreTrainedModel
 
-from torchrl_rloo import data, diagnostics, modules, replay
+from torchrl_rloo import data, diagnostics, evaluation, modules, replay
 from torchrl_rloo.cli import held_out
 from torchrl_rloo.collectors import (
     AdaptiveConcurrency,
@@ -203,6 +203,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
                 evaluate(run, cfg, source, evaluations)
             run.log({}, timings=timings(*source.parts))
+            refresh_report(run, cfg, ranks)
     if run.finished:
         finish(run, cfg, problem, ranks, source)
 
@@ -596,7 +597,7 @@ def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, s
     speed = metrics["completions/mean_length"] * len(sampled) / run.seconds("collect")
     run.log(metrics, timings={"tokens_per_second": speed})
     if cfg.log.samples and run.is_due(cfg.log.samples_every) and source.ranks.is_main:
-        run.log_table("training completions", diagnostics.completion_table(sampled, cfg.log.samples))
+        run.log_table("training completions", evaluation.completion_table(sampled, cfg.log.samples))
 
 
 def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: list[torch.Tensor], rows: int) -> None:
@@ -613,7 +614,7 @@ def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: l
 
 def make_evaluations(
     cfg: Config, problem: Problem, policy: TurnPolicy | None, reference: modules.Scorer | None, ranks: Ranks
-) -> dict[str, diagnostics.Evaluation]:
+) -> dict[str, evaluation.Evaluation]:
     """Build the evaluation of the held-out prompts, as "", and of each further set; other ranks have none."""
     if not ranks.is_main:
         return {}
@@ -628,7 +629,7 @@ def folder_of_pages(cfg: Config) -> Path | None:
     return Path(cfg.output_dir) / "transcripts" if cfg.log.transcripts else None
 
 
-def evaluate(run: Run, cfg: Config, source: SharedSource, evaluations: dict[str, diagnostics.Evaluation]) -> None:
+def evaluate(run: Run, cfg: Config, source: SharedSource, evaluations: dict[str, evaluation.Evaluation]) -> None:
     """Evaluate on the held-out prompts."""
     with run.time("eval"):
         results = source.on_main(partial(evaluate_now, cfg, run.step, source, evaluations), "evaluation")
@@ -636,11 +637,32 @@ def evaluate(run: Run, cfg: Config, source: SharedSource, evaluations: dict[str,
 
 
 def evaluate_now(
-    cfg: Config, step: int, source: SharedSource, evaluations: dict[str, diagnostics.Evaluation]
-) -> dict[str, diagnostics.EvaluationResult]:
+    cfg: Config, step: int, source: SharedSource, evaluations: dict[str, evaluation.Evaluation]
+) -> dict[str, evaluation.EvaluationResult]:
     """Evaluate each held-out set with the current weights."""
     version = source.source.collector.policy_version
     return held_out.run_evaluations(evaluations, step, pages=folder_of_pages(cfg), policy_version=version)
+
+
+def refresh_report(run: Run, cfg: Config, ranks: Ranks) -> None:
+    """Rewrite the report of an unfinished run, less often as it gets longer."""
+    if ranks.is_main and run.logger.history and run.is_due(max(5, run.step // 50)):
+        write_report(run, cfg, {}, finished=False)
+
+
+def write_report(run: Run, cfg: Config, summary: dict[str, Any], **options: Any) -> Path:
+    """Write the report of the run."""
+    return diagnostics.write_report(
+        run.directory,
+        history=run.logger.history,
+        timings=run.logger.timings,
+        summary=summary,
+        tables=run.logger.tables,
+        definitions=diagnostics.DEFINITIONS,
+        settings=asdict(cfg),
+        command=command_line(),
+        **options,
+    )
 
 
 def finish(run: Run, cfg: Config, problem: Problem, ranks: Ranks, source: SharedSource) -> None:
@@ -660,17 +682,7 @@ def finish(run: Run, cfg: Config, problem: Problem, ranks: Ranks, source: Shared
         waits = getattr(source.source.collector, "waits", None)  # stored rows have none
         profiles = () if waits is None else waits.profiles
         figures["Timeline of a step"] = diagnostics.plot_timeline(step, profiles, run.directory / "timeline.png")
-    report = diagnostics.write_report(
-        run.directory,
-        history=run.logger.history,
-        timings=run.logger.timings,
-        summary=result | {"plan": str(problem.plan)},
-        tables=run.logger.tables,
-        definitions=diagnostics.DEFINITIONS,
-        settings=asdict(cfg),
-        figures=figures,
-        command=command_line(),
-    )
+    report = write_report(run, cfg, result | {"plan": str(problem.plan)}, figures=figures)
     print(json.dumps(result | {"report": str(report.resolve())} | written))
 
 

@@ -5,7 +5,6 @@ One browser loads one page of each kind with all texts. Nothing runs, is request
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tensordict import NonTensorData, TensorDict
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.templates import answer_turn, encode_prompt
-from torchrl_rloo.diagnostics import write_live_page, write_report
+from torchrl_rloo.diagnostics import write_report
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.embedded import build_tokenizer
 
@@ -196,46 +195,6 @@ def test_a_report_of_hostile_texts(browser, tmp_path):
     shown = browser.js(f"[...{cells}].map((cell) => cell.textContent)")
     assert len(shown) >= 60 and SEEDS[4] in shown
     assert browser.js("document.querySelectorAll('.chart canvas').length") >= 1
-    assert browser.complaints() == []
-
-
-def hostile_run(folder: Path) -> Path:
-    """Write a run's folder with a text in every name and value, damaged lines, and foreign files."""
-    attacks = [text.encode("utf-8", "backslashreplace").decode() for text in texts(80, seed=3)]
-    (folder / "transcripts").mkdir(parents=True)
-    for name in ("step_000001.html", "<img src=x class=attacked>.html", "javascript:attacked.html"):
-        (folder / "transcripts" / name).write_text("attacked")
-    metrics = [{"step": step, "reward": 0.1 * step} | {text: step * 1.0 for text in attacks} for step in range(3)]
-    metrics += [{"step": 3, "reward": 1e308, "eval/greedy": 0.1, **dict.fromkeys(attacks[:9], "attacked")}]
-    lines = [json.dumps(row) for row in metrics] + ["null", "[", '{"step": "x"}', '{"step": 1e999}', '{"step": 4, "rew']
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
-    fields = ("rule", "severity", "sentence", "remedy")
-    events = [
-        {"step": i, "state": "fired", "evidence": {text: 1}} | dict.fromkeys(fields, text)
-        for i, text in enumerate(attacks)
-    ]
-    (folder / "health.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    rows = [{"step": 1, "table": text, text: text, "transcript": f"javascript:{text}"} for text in attacks[:20]]
-    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    nested = {text: {text: text} for text in attacks}
-    settings = {"task": {"name": attacks[0]}, "algorithm": attacks[1], "model": {"name": attacks[2]}, "nested": nested}
-    (folder / "settings.json").write_text(json.dumps(settings))
-    (folder / "summary.json").write_text(json.dumps({"command": attacks[3]}))
-    return folder
-
-
-def test_a_live_page_of_hostile_runs(browser, tmp_path):
-    folders = [hostile_run(tmp_path / name) for name in ("'\"><b class=x>", "%SCRIPT%&lt;")]
-    page = write_live_page(tmp_path / "page.html", folders)
-    browser.open(page, ready="document.querySelectorAll('.run h3').length === 2")
-    for box in ("#groups details", "#health details", "#settings details"):
-        browser.js(f"document.querySelectorAll({box!r}).forEach((box) => (box.open = true))")
-    browser.wait("document.querySelectorAll('#groups canvas').length > 20")
-    assert foreign_marks(browser) == [] and browser.js(FORBIDDEN) == 0 and browser.js("document.scripts.length") == 2
-    links = browser.js("[...document.links].map((a) => a.getAttribute('href'))")
-    assert links and all(link.startswith("./") and link.endswith("transcripts/step_000001.html") for link in links)
-    assert browser.js("document.querySelector('#health').textContent").count("4 damaged lines") == 2
-    assert browser.js(f"document.body.textContent.includes({SEEDS[1]!r})")
     assert browser.complaints() == []
 
 

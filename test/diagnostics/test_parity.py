@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys, stack_rows
-from torchrl_rloo.diagnostics.parity import ParityProbe, advice, parity_metrics, row_gap
-from torchrl_rloo.diagnostics.statistics.parity import LogProbGap
+from torchrl_rloo.diagnostics.parity import LogProbGap, ParityProbe, advice, parity_metrics, row_gap
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.reference import record_log_probs
 from torchrl_rloo.objectives import RLOOLoss

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from torchrl_rloo.diagnostics import report_curves
+from torchrl_rloo.diagnostics import curves
+from torchrl_rloo.diagnostics.curves import plot_curves
 from torchrl_rloo.diagnostics.report import write_report
-from torchrl_rloo.diagnostics.report_curves import plot_curves
 
 
 def _history(steps: int = 30) -> list[dict[str, float]]:
@@ -68,7 +68,7 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
 
 def test_plotting_needs_no_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails
-    fresh = runpy.run_path(report_curves.__file__)
+    fresh = runpy.run_path(curves.__file__)
     assert fresh["plot_curves"](_history(), tmp_path / "a.png").is_file()
 
 
@@ -146,3 +146,11 @@ def test_the_sentence_about_waits_is_told_once(tmp_path: Path) -> None:
         texts.append("".join(_Page(page).text))
     assert [text.count("Training limits: ") for text in texts] == [1, 1]
     assert [text.index("Training limits: ") < text.index("Who waits for whom") for text in texts] == [True, False]
+
+
+def test_the_page_of_an_unfinished_run_reloads_itself_and_comes_alone(tmp_path: Path) -> None:
+    page = write_report(tmp_path, history=_history(3), summary={}, finished=False)
+    assert '<meta http-equiv="refresh"' in page.read_text() and [path.name for path in tmp_path.iterdir()] == [
+        page.name
+    ]
+    assert 'http-equiv="refresh"' not in write_report(tmp_path, history=_history(3), summary={}).read_text()

@@ -16,7 +16,8 @@ from torchrl_rloo.cli.main import main
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, stack_rows
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
-from torchrl_rloo.diagnostics import Rescorer, compare_rewards, replay_groups, rescore
+from torchrl_rloo.diagnostics import Rescorer, rescore
+from torchrl_rloo.diagnostics.stored_rows import compare_rewards, replay_groups
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import TransformersWrapper, save_model

@@ -19,12 +19,16 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
-from torchrl_rloo.diagnostics.evaluation import Evaluation
-from torchrl_rloo.diagnostics.transcript_blocks import find_blocks, find_calls, group_contexts
-from torchrl_rloo.diagnostics.transcripts import write_evaluation_transcripts, write_transcripts
+from torchrl_rloo.diagnostics.transcripts import (
+    find_blocks,
+    find_calls,
+    group_contexts,
+    write_transcripts,
+)
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
+from torchrl_rloo.evaluation import Evaluation, write_evaluation_transcripts
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards import boxed_accuracy
 

@@ -6,16 +6,8 @@ import math
 
 import pytest
 
-from torchrl_rloo.diagnostics import (
-    choose_step,
-    join_entries,
-    plot_timeline,
-    summarize_waits,
-    waiting_rows,
-    waiting_table,
-    write_report,
-)
-from torchrl_rloo.diagnostics.waiting_limit import name_limit
+from torchrl_rloo.diagnostics import choose_step, plot_timeline, waiting_table, write_report
+from torchrl_rloo.diagnostics.waiting import join_entries, name_limit, summarize_waits, waiting_rows
 from torchrl_rloo.envs.activity import STATES, Profile
 
 

@@ -8,8 +8,8 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, tensor_rows
-from torchrl_rloo.diagnostics import Evaluation
 from torchrl_rloo.embedded import resolve_task, warm_start
+from torchrl_rloo.evaluation import Evaluation
 from torchrl_rloo.modules import TransformersWrapper, load_model
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage

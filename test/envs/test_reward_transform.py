@@ -10,11 +10,11 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
-from torchrl_rloo.diagnostics.evaluation import completion_table
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
 from torchrl_rloo.envs.transforms import reward as reward_module
+from torchrl_rloo.evaluation.evaluation import completion_table
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import TrainerState

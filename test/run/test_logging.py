@@ -12,6 +12,8 @@ import struct
 import sys
 import termios
 import time
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -226,7 +228,9 @@ def test_a_late_digest_does_not_wait_for_its_step() -> None:
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'tensorbord'; valid: \['csv', 'mlflow', 'tensorboard', 'wandb'\]"):
+    with pytest.raises(
+        ValueError, match=r"'tensorbord'; valid: \['csv', 'mlflow', 'tensorboard', 'trackio', 'wandb'\]"
+    ):
         RunLogger(tmp_path, loggers=["tensorbord"])
     with pytest.raises(ValueError, match=r"arguments for \['wandb'\]"):
         RunLogger(tmp_path, loggers=[], logger_kwargs={"wandb": {}})
@@ -263,3 +267,29 @@ def test_services_take_a_run_and_the_next_one(tmp_path: Path, name: str, kwargs:
 
 def test_durations() -> None:
     assert [duration(s) for s in (0.4, 59.6, 151, 3599.7, 11220)] == ["0s", "1m00s", "2m31s", "1h00m", "3h07m"]
+
+
+def test_trackio_gets_a_call_a_step_and_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+
+    class Experiment:
+        def log(self, metrics: dict, step: int | None = None) -> None:
+            calls.append(("log", metrics, step))
+
+        def finish(self) -> None:
+            calls.append(("finish",))
+
+    def init(**kwargs: str) -> Experiment:
+        calls.append(("init", kwargs))
+        return Experiment()
+
+    module = types.ModuleType("trackio")  # a stand-in
+    module.__spec__, module.init, module.Table = ModuleSpec("trackio", None), init, lambda **content: content
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    monkeypatch.setattr("torchrl.record.loggers.trackio._has_trackio", True)
+    with RunLogger(tmp_path / "mine", loggers=["trackio"], progress=False) as logger:
+        logger.log(1, {"reward": 0.5}, timings={"time/step": 2.0})
+        logger.log_table(1, "samples", [{"prompt": "?"}])
+    (_, started), logged, (_, table, _), finished = calls
+    assert started == {"name": "mine", "project": "torchrl_rloo", "resume": "allow"} and finished == ("finish",)
+    assert logged == ("log", {"reward": 0.5, "time/step": 2.0}, 1) and "samples" in table

@@ -9,8 +9,8 @@ import pytest
 
 from support.recipes import run_recipe_here
 from torchrl_rloo.cli.main import recipe_file
-from torchrl_rloo.diagnostics.evaluation_result import EvaluationResult
 from torchrl_rloo.embedded import addition_prompts
+from torchrl_rloo.evaluation.result import EvaluationResult
 
 pytestmark = pytest.mark.slow
 

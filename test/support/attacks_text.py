@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_calls
+from torchrl_rloo.diagnostics.transcripts import TOOL_CALL_PATTERN, find_calls
 from torchrl_rloo.envs.tasks import TASKS
 from torchrl_rloo.envs.tools.parsers import PARSERS, RegexParser, without_thinking
 from torchrl_rloo.rewards.formats import last_block

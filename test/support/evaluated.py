@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from support.waiting import wait_until
-from torchrl_rloo.diagnostics import EvaluatedSample, EvaluationResult, EvaluationSettings
+from torchrl_rloo.evaluation import EvaluationResult
+from torchrl_rloo.evaluation.result import EvaluatedSample, EvaluationSettings
 
 
 def make_evaluate(folder: Path):

@@ -122,8 +122,8 @@ def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = F
         find_form_hints,
         probe_rewards,
         required_columns,
-        sample_start,
     )
+    from torchrl_rloo.evaluation import sample_start
 
     # Score constructed completions, and completions of the start model
     plan, rewards, method, tokenizer = problem.plan, problem.rewards, problem.method, problem.wrapper["tokenizer"]

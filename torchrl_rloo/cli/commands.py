@@ -11,7 +11,7 @@ COMMANDS = {
     "plan": "estimate the memory of a run before anything is loaded",
     "check": "check prompts, template, rewards and settings of a run before it starts",
     "evaluate": "evaluate a checkpoint on held-out prompts",
-    "watch": "show runs in a browser while they train, or write the page to a file",
+    "watch": "print a line for each step of a run",
     "serve": "start a vLLM server that accepts weight updates",
     "rescore": "apply other rewards to stored rows, and print what would have changed",
     "replay": "score stored rows again with a model, token by token",
@@ -45,9 +45,7 @@ EXAMPLES = {
     "rescore": stored.RESCORE_EXAMPLES,
     "replay": stored.REPLAY_EXAMPLES,
     "watch": """
-  torchrl-rloo watch outputs/rloo_sync/addition/seed0    print the address of the live page
-  torchrl-rloo watch outputs/a outputs/b                 overlay several runs
-  torchrl-rloo watch outputs/a --output page.html        write a file that needs no server""",
+  torchrl-rloo watch outputs/rloo_sync/addition/seed0    print the path of the report and a line a step""",
     "serve": """
   torchrl-rloo serve my/model --dtype bfloat16
   torchrl-rloo serve my/model --port 8001 --tensor-parallel-size 2 -- --max-model-len 4096

@@ -12,10 +12,10 @@ from torchrl_rloo.cli.eval_config import EvalSetConfig, check_set_names
 from torchrl_rloo.cli.rloo_config import RLOOConfig
 from torchrl_rloo.cli.schema import non_null_fields
 from torchrl_rloo.data import PromptDataset
-from torchrl_rloo.diagnostics import Evaluation, EvaluationResult, name_scorers, write_evaluation_transcripts
 from torchrl_rloo.embedded import resolve_task
 from torchrl_rloo.envs.tasks import EMBEDDED, TaskBase, conversation_settings
 from torchrl_rloo.envs.transforms import RewardTransform
+from torchrl_rloo.evaluation import Evaluation, EvaluationResult, name_scorers, write_evaluation_transcripts
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.rewards import load_reward, reward_name
 from torchrl_rloo.run import Run
@@ -115,7 +115,7 @@ def make_evaluations(sets: Mapping[str, EvalSet], policy: TurnPolicy, **options:
     Args:
         sets: sets by name.
         policy: policy to evaluate.
-        **options: further arguments of :class:`~torchrl_rloo.diagnostics.Evaluation`.
+        **options: further arguments of :class:`~torchrl_rloo.evaluation.Evaluation`.
     """
     return {
         name: Evaluation(

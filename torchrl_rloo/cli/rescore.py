@@ -81,8 +81,8 @@ def rescore(
         output: folder for the rows with their new rewards.
     """
     files = _open(path)  # before the functions, which may be slow to import
-    from torchrl_rloo.diagnostics.rescore import Rescorer
-    from torchrl_rloo.diagnostics.rescore import rescore as compare
+    from torchrl_rloo.diagnostics.stored_rows import Rescorer
+    from torchrl_rloo.diagnostics.stored_rows import rescore as compare
     from torchrl_rloo.rewards import make_executor
     from torchrl_rloo.runtime.files import write_text
 
@@ -127,7 +127,7 @@ def replay(
         output: page to write.
     """
     files = _open(path)
-    from torchrl_rloo.diagnostics.replay import replay_groups
+    from torchrl_rloo.diagnostics.stored_rows import replay_groups
     from torchrl_rloo.diagnostics.transcripts import write_transcripts
     from torchrl_rloo.modules import TransformersWrapper, load_model
 

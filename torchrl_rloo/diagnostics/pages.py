@@ -22,21 +22,7 @@ def read_static(folder: Path, names: Sequence[str]) -> str:
 def render_page(
     template: str, *, title: str, script: str, style: str, data: Any = None, connect: str = "", **parts: str
 ) -> str:
-    """Fill a template whose script and style the content security policy admits by their hashes.
-
-    Args:
-        template: HTML text with ``%HEAD%``, ``%SCHEME%``, ``%TITLE%``, ``%SCRIPT%``, ``%DATA%`` and the names of
-            ``parts``. A placeholder inside a filled-in text stays as it is.
-        title: title, escaped here.
-        script: JavaScript text.
-        style: CSS text, which follows that of all pages.
-        data: plain data for ``%DATA%``, without NaN.
-        connect: source that scripts may request, such as ``"'self'"``; empty forbids all requests.
-        **parts: further HTML texts by placeholder, escaped by the caller.
-
-    Returns:
-        The page, which requests nothing except from ``connect``.
-    """
+    """Fill a template whose script and style the content security policy admits by their hashes."""
     style = f"{read_static(_SHARED, ['base.css'])}\n{style}"
     for name in ("head", "scheme"):
         template = template.replace(f"%{name.upper()}%", read_static(_SHARED, [f"{name}.html"]))

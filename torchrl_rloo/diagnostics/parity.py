@@ -1,14 +1,15 @@
-"""Parity of sampler and trainer log-probs, measured before a run and at every step."""
+"""Parity of sampler and trainer: gaps of their log-probs, and checks of the engine before the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from torchrl_rloo.data import keys
+from torchrl_rloo.data import PromptDataset, encode_prompt, keys
 from torchrl_rloo.data.rows import (
     action_tokens,
     concatenate,
@@ -18,11 +19,15 @@ from torchrl_rloo.data.rows import (
     to_lazy_stack,
     unbind_rows,
 )
-from torchrl_rloo.diagnostics.statistics.parity import RATIO_BOUNDS, LogProbGap, RowGaps, row_gaps, total_gap
+from torchrl_rloo.diagnostics.plan import TrainingPlan
+from torchrl_rloo.functional.kl import k3
 from torchrl_rloo.functional.sampling import SamplingDistribution
-from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.functional.statistics import effective_sample_size
+from torchrl_rloo.modules import TransformersWrapper, TurnPolicy
 from torchrl_rloo.modules.reference import record_log_probs
 from torchrl_rloo.runtime.ranks import Ranks
+
+RATIO_BOUNDS = (0.9, 1.1)
 
 Dtype = torch.dtype | str | None
 
@@ -45,12 +50,6 @@ def row_gap(
         rows: finished trajectories, batch size ``[B]``.
         trainer_log_probs: key of the training model's log-probs, ``[T]`` per row, in nats.
         ranks: ranks that call together, each with its own rows, of which there may be none. None compares alone.
-
-    Returns:
-        The gap, with 0 tokens if no row has behavior log-probs.
-
-    Raises:
-        KeyError: if a row with behavior log-probs lacks the trainer's.
     """
     gaps = _row_gaps(rows, trainer_log_probs)
     if ranks is not None:
@@ -99,12 +98,7 @@ def parity_metrics(
 
 
 class ParityReport(NamedTuple):
-    """Result of :class:`ParityProbe`.
-
-    Attributes:
-        gap: gap between sampler and trainer.
-        advice: steps to reduce the gap, most urgent first; empty if the two agree to float32.
-    """
+    """Result of :class:`ParityProbe`."""
 
     gap: LogProbGap
     advice: list[str]
@@ -281,3 +275,167 @@ def _is_float32(sampler_dtype: Dtype, trainer_dtype: Dtype) -> bool:
 
 def _dtype_name(dtype: Dtype) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+# Gaps of two sets of log-probs
+
+
+class LogProbGap(NamedTuple):
+    r"""Result of :func:`log_prob_gap`, float64 scalars; all except ``tokens`` are NaN without action tokens."""
+
+    mean: torch.Tensor
+    max: torch.Tensor
+    k3: torch.Tensor
+    token_ess: torch.Tensor
+    row_ess: torch.Tensor
+    outside_share: torch.Tensor
+    surprisal: torch.Tensor
+    tokens: torch.Tensor
+
+
+class RowGaps(NamedTuple):
+    r"""Gap on each row, ``[B]`` float64 each; those of several batches may be concatenated."""
+
+    tokens: torch.Tensor
+    size: torch.Tensor
+    largest: torch.Tensor
+    k3: torch.Tensor
+    outside: torch.Tensor
+    surprisal: torch.Tensor
+    log_ratio: torch.Tensor
+    ratios: torch.Tensor
+    squares: torch.Tensor
+
+
+@torch.no_grad()
+def row_gaps(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor, mask: torch.Tensor) -> RowGaps:
+    """Compare the log-probs of each row; the arguments are those of :func:`log_prob_gap`."""
+    sampler, trainer = sampler_log_probs.double(), trainer_log_probs.double()
+    difference = torch.where(mask, trainer - sampler, 0.0)
+    size, ratio = difference.abs(), difference.exp()
+    inside = (ratio >= RATIO_BOUNDS[0]) & (ratio <= RATIO_BOUNDS[1])
+    log_ratios = difference.masked_fill(~mask, -torch.inf)
+    return RowGaps(
+        tokens=mask.sum(1).double(),
+        size=size.sum(1),
+        largest=torch.cat([size.new_zeros(len(size), 1), size], 1).amax(1),
+        k3=torch.where(mask, k3(sampler, trainer), 0.0).sum(1),
+        outside=(mask & ~inside).sum(1).double(),
+        surprisal=-torch.where(mask, sampler, 0.0).sum(1),
+        log_ratio=difference.sum(1),
+        ratios=log_ratios.logsumexp(1),
+        squares=(2 * log_ratios).logsumexp(1),
+    )
+
+
+def total_gap(gaps: RowGaps) -> LogProbGap:
+    """Return the gap on all rows together."""
+    tokens = gaps.tokens.sum()
+    token_ess = (2 * gaps.ratios.logsumexp(0) - gaps.squares.logsumexp(0) - tokens.log()).exp()
+    return LogProbGap(
+        mean=gaps.size.sum() / tokens,
+        max=gaps.largest.max() if tokens else tokens.new_tensor(torch.nan),
+        k3=gaps.k3.sum() / tokens,
+        token_ess=token_ess,
+        row_ess=effective_sample_size(gaps.log_ratio[gaps.tokens > 0]),
+        outside_share=gaps.outside.sum() / tokens,
+        surprisal=gaps.surprisal.sum() / tokens,
+        tokens=tokens,
+    )
+
+
+def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor, mask: torch.Tensor) -> LogProbGap:
+    r"""Compare the sampler's log-probs :math:`\log \mu` with the trainer's :math:`\log \pi` of the same tokens.
+
+    All values are over all tokens or rows. To measure several batches, concatenate them padded to one width; averages
+    over batches would differ. Rows without action tokens are ignored. A NaN difference makes ``mean`` and ``max`` NaN,
+    and counts as outside.
+
+    Args:
+        sampler_log_probs: ``[B, A]`` in nats; ignored outside the mask.
+        trainer_log_probs: ``[B, A]`` in nats; ignored outside the mask.
+        mask: ``[B, A]`` bool, True on action tokens.
+
+    Example:
+        >>> gap = log_prob_gap(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]]), torch.ones(1, 2).bool())
+        >>> gap.mean.item(), gap.max.item(), gap.outside_share.item()
+        (0.25, 0.5, 0.5)
+    """
+    return total_gap(row_gaps(sampler_log_probs, trainer_log_probs, mask))
+
+
+# Checks before the first step
+
+
+def check_engine(
+    arguments: Mapping[str, Any] | None, plan: TrainingPlan, lora: Mapping[str, Any] | None, sampler_dtype: str | None
+) -> None:
+    """Raise if settings of an engine do not fit those of the run.
+
+    Args:
+        arguments: arguments of the engine; None if no engine samples.
+        plan: sizes of the run.
+        lora: arguments of the LoRA adapter; None if there is none.
+        sampler_dtype: dtype that weights are rounded to before they are sent; None sends them unchanged.
+
+    Raises:
+        ValueError: if the engine's context is too short, or LoRA settings cannot be combined.
+    """
+    arguments = arguments or {}
+    longest, limit = plan.max_prompt_tokens + plan.max_new_tokens, arguments.get("max_model_len")
+    if isinstance(limit, int) and 0 < limit < longest:
+        raise ValueError(
+            f"inference.engine.max_model_len={limit} must be at least {longest}: prompts have up to "
+            f"{plan.max_prompt_tokens} tokens, and generate.max_new_tokens={plan.max_new_tokens}"
+        )
+    # Checks of an engine that receives only an adapter
+    if not arguments.get("enable_lora"):
+        return
+    if lora is None:
+        raise ValueError(
+            "lora=null cannot be combined with inference.engine.enable_lora=true, which sends only an adapter; set "
+            "lora={r: 16, target_modules: all-linear}, or inference=vllm"
+        )
+    if sampler_dtype is not None:
+        raise ValueError(
+            f"sampler.dtype={sampler_dtype} cannot be combined with inference.engine.enable_lora=true, which sends no "
+            f"full weights; set inference.engine.dtype={sampler_dtype}"
+        )
+    rank, most = lora.get("r", 8), arguments.get("max_lora_rank", 16)  # defaults of peft and vLLM
+    if rank > most:
+        raise ValueError(f"lora.r={rank} exceeds inference.engine.max_lora_rank={most}; raise the latter")
+
+
+def check_parity(
+    policy: TurnPolicy | None,
+    trainer: TransformersWrapper,
+    prompts: PromptDataset,
+    *,
+    sampler_dtype: str | None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
+) -> None:
+    """Print the gap between an engine's log-probs and the trainer's, with advice on it.
+
+    Args:
+        policy: policy that samples with the engine; None on ranks other than 0.
+        trainer: wrapper of the training model, which scores the samples.
+        prompts: prompts, of which the first eight are sampled.
+        sampler_dtype: dtype that the engine computes in; None if unknown.
+        template_kwargs: arguments of the chat template; None passes none.
+        ranks: ranks that score together, all of which call this function. None is a single process.
+    """
+    queries = [row[keys.QUERY] for row in islice(prompts, 8)]
+    encoded = [torch.tensor(encode_prompt(trainer.tokenizer, query, **(template_kwargs or {}))) for query in queries]
+    rows = stack_rows([TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in encoded])
+    dtypes = {"sampler_dtype": sampler_dtype, "trainer_dtype": trainer.model.dtype}
+    limit = trainer.config.max_new_tokens
+    gap, advice = ParityProbe(policy, trainer, rows, max_new_tokens=limit, ranks=ranks, **dtypes)()
+    if ranks is not None and not ranks.is_main:
+        return
+    print(
+        f"sampler against trainer: {gap.mean:.2g} nats per token, at most {gap.max:.2g}",
+        *advice,
+        sep="\n- ",
+        flush=True,
+    )

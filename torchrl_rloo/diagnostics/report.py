@@ -6,30 +6,37 @@ import base64
 import html
 import json
 import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import numpy as np
+
+from torchrl_rloo.diagnostics.curves import Series, chart_data, plot_curves, select_definitions
 from torchrl_rloo.diagnostics.pages import read_static, render_page
-from torchrl_rloo.diagnostics.report_curves import plot_curves
-from torchrl_rloo.diagnostics.report_facts import headline, package_versions, run_facts
-from torchrl_rloo.diagnostics.report_health import HEALTH_FILE, HealthEvent, read_events
-from torchrl_rloo.diagnostics.report_markdown import markdown_report
-from torchrl_rloo.diagnostics.report_panels import select_definitions
-from torchrl_rloo.diagnostics.report_verdict import evaluation_changes, verdict
-from torchrl_rloo.diagnostics.statistics.evaluation import Interval
-from torchrl_rloo.diagnostics.waiting import join_entries
-from torchrl_rloo.diagnostics.watch_files import read_last_lines
-from torchrl_rloo.diagnostics.watch_page import CHART_SCRIPTS, CHART_STYLES, PAGE_FOLDER, chart_sections
-from torchrl_rloo.diagnostics.watch_run import TRANSCRIPT_LINK, describe_waits, transcript_links
-from torchrl_rloo.diagnostics.watch_series import BINS, Series
-from torchrl_rloo.runtime.files import write_text
-from torchrl_rloo.runtime.masking import mask_settings
+from torchrl_rloo.diagnostics.verdict import HEALTH_FILE, Change, HealthEvent, evaluation_changes, read_health, verdict
+from torchrl_rloo.diagnostics.waiting import describe_waits, join_entries
+from torchrl_rloo.functional.statistics import Interval
+from torchrl_rloo.runtime.files import make_folder, write_text
+from torchrl_rloo.runtime.masking import mask_command, mask_settings
 
 Row = Mapping[str, Any]
 
+LAUNCH_FILE = "launch.json"
+_FOLDER = Path(__file__).parent / "report_page"
+_SCRIPTS, _STYLES = ("uPlot-1.6.32.min.js", "charts.js"), ("uPlot-1.6.32.min.css", "charts.css")
+_REFRESH = '<meta http-equiv="refresh" content="20">'  # of the page of an unfinished run
 _SAMPLES = 4  # completions shown per step
 _EVENTS = 30  # health events shown
+_LINKS = 50  # transcripts linked
+_PACKAGES = ("torchrl_rloo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
+_RECENT = 20  # steps of which the speed is the median
+_TRANSCRIPT = re.compile(r"[\w.-]{1,100}\.html")  # names of the pages that are linked
+_TRANSCRIPT_LINK = re.compile(r"transcripts/[\w.-]{1,100}\.html#row=\d{1,9}")
 
 
 def write_report(
@@ -45,11 +52,13 @@ def write_report(
     figures: Mapping[str, str | Path] | None = None,
     command: str | None = None,
     title: str | None = None,
+    finished: bool = True,
 ) -> Path:
     """Write the self-contained page ``report.html``, with ``report.md``, ``curves.png`` and ``summary.json``.
 
     The page starts with facts of the run and a verdict in two sentences. It also shows events of the health rules and
-    links transcripts, if they are in ``directory``.
+    links transcripts, if they are in ``directory``. The page of an unfinished run reloads itself, and comes without
+    the other files.
 
     Args:
         directory: output directory of the run, created if missing.
@@ -64,6 +73,7 @@ def write_report(
         figures: further PNG files by title; None adds none.
         command: command line of the run; its secrets are masked. None shows none.
         title: title of the page. None takes algorithm, task and model of ``settings``.
+        finished: False while the run continues.
 
     Returns:
         Path of the page.
@@ -71,33 +81,33 @@ def write_report(
     Raises:
         ValueError: if the history has no finite metric, or none for one of ``panels``.
     """
-    # Write curves.png and summary.json
     directory, settings = Path(directory), mask_settings(settings or {})
-    curves = plot_curves(history, directory / "curves.png", panels=panels)
-    series = Series()
-    series.add([dict(row) for row in history], "metrics")
-    series.add([dict(row) for row in timings], "timings")
-    facts = run_facts(series, settings, command, package_versions())
+    series = Series(history, timings)
+    charts = chart_data(series, panels, definitions or {})
+    facts = run_facts(series, settings, command)
     record = {**summary, **({"command": facts["Command"]} if command else {})}
     record |= {"settings": settings} if settings else {}
-    text = json.dumps(_replace_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
-    write_text(directory / "summary.json", text + "\n")
     # Judge the run
     title = headline(settings) if title is None else title
-    events = read_events(read_last_lines(directory / HEALTH_FILE))[:_EVENTS]
+    events = read_health(directory / HEALTH_FILE)[:_EVENTS]
     waits = describe_waits(join_entries(history, timings))
     sentences, changes = verdict(series, events, waits["sentence"] if waits else ""), evaluation_changes(series)
     links = transcript_links(directory)
-    write_text(directory / "report.md", markdown_report(title, facts, sentences, changes, events, links))
+    # Write the other files
+    curves = ""
+    if finished:
+        curves = _render_image("Training curves", plot_curves(history, directory / "curves.png", panels=panels))
+        text = json.dumps(_replace_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+        write_text(directory / "summary.json", text + "\n")
+        write_text(directory / "report.md", markdown_report(title, facts, sentences, changes, events, links))
     # Assemble the page
-    charts = chart_sections([series], panels, definitions or {})
     sections = [
         _render_section("Verdict", "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)),
         _render_section("Run", _render_table(facts)),
         *_render_events(events),
         *_render_changes(changes),
         *_render_summary(summary, changes),
-        _render_section("Curves", _render_charts(curves)),
+        _render_section("Curves", f'<div id="charts" class="charts"></div>\n<noscript>{curves}</noscript>'),
         *_render_waits(waits, sentences),
         *(_render_section(name, _render_image(name, Path(file))) for name, file in (figures or {}).items()),
         *(_render_section(f"Samples: {name}", _render_samples(rows)) for name, rows in (tables or {}).items() if rows),
@@ -105,18 +115,19 @@ def write_report(
     ]
     # Fold what is looked up rather than read
     if charts["constants"]:
-        flat = {name: values[0] for name, values in charts["constants"].items()}
+        flat = {name: value for name, (value,) in charts["constants"].items()}
         sections.append(_render_folded("Metrics that never changed", _render_table(flat)))
     if shown := select_definitions({name for entry in history for name in entry}, definitions or {}):
         sections.append(_render_folded("Definitions of metrics", _render_table(shown)))
     if settings:
         sections.append(_render_folded("Settings", _render_table(settings)))
     page = render_page(
-        read_static(PAGE_FOLDER, ["report.html"]),
+        read_static(_FOLDER, ["report.html"]),
         title=title,
-        script=read_static(PAGE_FOLDER, (*CHART_SCRIPTS, "report.js")),
-        style=read_static(PAGE_FOLDER, (*CHART_STYLES, "report.css")),
-        data=charts | {"runs": [{"bins": series.bins(limit=2 * BINS)}]},
+        script=read_static(_FOLDER, (*_SCRIPTS, "report.js")),
+        style=read_static(_FOLDER, (*_STYLES, "report.css")),
+        data=charts,
+        REFRESH="" if finished else _REFRESH,
         SECTIONS="\n".join(sections),
     )
     return write_text(directory / "report.html", page.replace("\0", "\ufffd"))
@@ -137,10 +148,6 @@ def _render_section(title: str, content: str) -> str:
 
 def _render_folded(title: str, content: str) -> str:
     return f"<section>\n<details>\n<summary><h2>{html.escape(title)}</h2></summary>\n{content}\n</details>\n</section>"
-
-
-def _render_charts(curves: Path) -> str:
-    return f'<div id="charts" class="charts"></div>\n<noscript>{_render_image("Training curves", curves)}</noscript>'
 
 
 def _render_image(name: str, file: Path) -> str:
@@ -246,7 +253,201 @@ def _render_cards(rows: Sequence[Row]) -> str:
 
 def _render_card(row: Row) -> str:
     link = row.get("transcript")
-    is_link = isinstance(link, str) and TRANSCRIPT_LINK.fullmatch(link)
+    is_link = isinstance(link, str) and _TRANSCRIPT_LINK.fullmatch(link)
     shown = {key: row[key] for key in row if key != "step" and not (is_link and key == "transcript")}
     address = f'<p><a href="{link}">transcript, token by token</a></p>' if is_link else ""
     return f'<div class="card">{_render_table(shown)}{address}</div>'
+
+
+# Facts
+
+
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return task, model, algorithm and more of a run's settings, for those that it has.
+
+    Example:
+        >>> describe_settings({"task": {"name": "addition"}, "model": {"name": "embedded"}, "algorithm": "rloo"})
+        {'Task': 'addition', 'Model': 'embedded', 'Algorithm': 'rloo'}
+    """
+    mixture = _at(settings, "task", "mixture")
+    found = {
+        "Task": ", ".join(map(str, mixture)) if isinstance(mixture, Mapping) else _at(settings, "task", "name"),
+        "Prompts": _at(settings, "data", "source"),
+        "Model": _at(settings, "model", "name"),
+        "Algorithm": _at(settings, "algorithm"),
+        "Evaluation": _at(settings, "label"),
+    }
+    return {name: value for name, value in found.items() if isinstance(value, str) and value}
+
+
+def total_steps(settings: Mapping[str, Any]) -> int | None:
+    """Return the number of steps that a run's settings plan; None if unknown."""
+    steps = _at(settings, "plan", "steps") or _at(settings, "train", "steps")
+    return steps if type(steps) is int and steps > 0 else None
+
+
+def headline(settings: Mapping[str, Any], default: str = "RLOO run") -> str:
+    """Return a title with algorithm, model and task, for example ``rloo on addition (embedded)``."""
+    facts = describe_settings(settings)
+    model, task, algorithm = (facts.get(name, "") for name in ("Model", "Task", "Algorithm"))
+    if not (task and algorithm):
+        return default
+    return f"{algorithm} on {task}" + (f" ({model})" if model else "")
+
+
+def measure(series: Series) -> dict[str, float]:
+    """Return wall and CPU seconds, tokens and speeds of a run, for those that were logged.
+
+    ``wall`` is the sum over the steps, without start-up and checkpoints. ``rate`` is the median of the sampled tokens
+    per second of collection, and ``step`` the median seconds of a step, over the last 20 steps.
+    """
+    seconds, tokens, cpu = (series.column(n)[1] for n in ("time/step", "num_tokens", "cpu_seconds"))
+    found = {"wall": seconds.sum(), "step": np.median(seconds[-_RECENT:])} if len(seconds) else {}
+    found |= {"cpu": cpu[-1]} if len(cpu) else {}
+    found |= {"tokens": tokens[-1]} if len(tokens) else {}
+    rate = series.column("tokens_per_second")[1][-_RECENT:]
+    return {name: float(value) for name, value in (found | ({"rate": np.median(rate)} if len(rate) else {})).items()}
+
+
+def run_facts(series: Series, settings: Mapping[str, Any], command: str | None = None) -> dict[str, str]:
+    """Return the facts of a run as texts by title."""
+    found, measured = describe_settings(settings), measure(series)
+    if command:
+        found["Command"] = mask_command(command)
+    if series.steps is not None:
+        planned = total_steps(settings)
+        found["Steps"] = f"{series.steps[1]:,}" + (f" of {planned:,}" if planned else "")
+    if "wall" in measured:
+        found["Time"] = f"{duration(measured['wall'])} of steps"
+        found["Time"] += f", {duration(measured['cpu'])} of CPU" if "cpu" in measured else ""
+    if "tokens" in measured:
+        found["Tokens"] = f"{measured['tokens']:,.0f} with prompts"
+    if "rate" in measured:
+        found["Sampling"] = f"{measured['rate']:,.0f} tokens/s (median of the last steps)"
+    return found | {"Versions": ", ".join(f"{name} {version}" for name, version in package_versions().items())}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that this process has loaded."""
+    found = {"Python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _PACKAGES:
+        if name in sys.modules:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:  # a checkout on the path
+                found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return found
+
+
+def write_launch(directory: str | Path, command: str) -> Path:
+    """Write command and versions of a run to :data:`LAUNCH_FILE`, for pages that show it while it trains.
+
+    Args:
+        directory: directory of the run, created if missing.
+        command: command line; its secrets are masked.
+
+    Returns:
+        The file.
+    """
+    directory = Path(directory)
+    make_folder(directory)
+    record = {"command": mask_command(command), "versions": package_versions()}
+    return write_text(directory / LAUNCH_FILE, json.dumps(record, indent=1) + "\n")
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text.
+
+    Example:
+        >>> duration(8.34), duration(754), duration(93_784)
+        ('8.3 s', '12 min 34 s', '26 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def _at(settings: Any, *names: str) -> Any:
+    for name in names:
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings
+
+
+def transcript_links(directory: Path) -> list[tuple[str, str]]:
+    """Return label and address of the transcripts in a run's folder, newest first; none if it is missing or a link."""
+    folder = directory / "transcripts"
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    files = [path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    names = sorted(filter(_TRANSCRIPT.fullmatch, files), reverse=True)[:_LINKS]
+    return [(_label(name), f"transcripts/{name}") for name in names]
+
+
+def _label(name: str) -> str:
+    found = re.fullmatch(r"step_(\d+)\.html", name)
+    return f"step {int(found[1])}" if found else name.removesuffix(".html")
+
+
+# Markdown
+
+
+def markdown_report(
+    title: str,
+    facts: Mapping[str, str],
+    sentences: Sequence[str],
+    changes: Sequence[Change],
+    events: Sequence[HealthEvent] = (),
+    links: Sequence[Sequence[str]] = (),
+) -> str:
+    """Return the verdict, the held-out evaluation, facts and health events of a run as Markdown.
+
+    Example:
+        >>> print(markdown_report("rloo on addition", {"Steps": "40"}, ["Learned."], []).strip())
+        ## rloo on addition
+        <BLANKLINE>
+        Learned.
+        <BLANKLINE>
+        | | |
+        | --- | --- |
+        | Steps | 40 |
+    """
+    parts = [f"## {escape_markdown(title)}", "\n".join(map(escape_markdown, sentences))]
+    if changes:
+        rows = [
+            [c.name, _measured(c.first, c.steps[0]), _measured(c.last, c.steps[1]), _interval(c.difference)]
+            for c in changes
+        ]
+        parts.append(_table(["Held out", "first", "last", "difference"], rows))
+    parts.append(_table(["", ""], [[name, value] for name, value in facts.items()]))
+    if events:
+        rows = [[event.severity, event.rule, _period(event), event.sentence] for event in events]
+        parts.append(_table(["Health", "rule", "steps", ""], rows))
+    if links:
+        shown = (f"[{escape_markdown(label)}]({quote(address)})" for label, address in links[:5])
+        parts.append("Transcripts: " + ", ".join(shown))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def escape_markdown(text: str) -> str:
+    """Return text that Markdown shows as it is, in one line.
+
+    Example:
+        >>> escape_markdown("a|b <i> [x](y) clip_ratio/low")
+        'a\\\\|b &lt;i\\\\> \\\\[x\\\\](y) clip\\\\_ratio/low'
+    """
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return re.sub(r"([\\`*_\[\]|>#~$!@])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *([escape_markdown(str(cell)) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def _period(event: HealthEvent) -> str:
+    return f"{event.step}-{'' if event.cleared is None else event.cleared}"
+
+
+def _measured(values: Interval, step: int) -> str:
+    return f"{_interval(values)} at step {step:,}"

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.diagnostics.statistics.parity import log_prob_gap
+from torchrl_rloo.diagnostics.parity import log_prob_gap
 from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.head import evaluation_mode
 from torchrl_rloo.engines.pool import EnginePool
@@ -38,14 +38,7 @@ ZERO_CHANGE = 0.05  # noise scale of tensors that are all zeros, as the second f
 
 
 class SelfTest(NamedTuple):
-    """Result of :func:`self_test`: largest differences of a sampled token's log-prob, in nats.
-
-    Attributes:
-        gap_before: difference of engine and model with the original weights.
-        gap_changed: difference of engine and model with the changed weights.
-        movement: difference of the model's log-probs with changed and original weights.
-        gap_after: difference of engine and model with the original weights restored.
-    """
+    """Result of :func:`self_test`: largest differences of a sampled token's log-prob, in nats."""
 
     gap_before: float
     gap_changed: float

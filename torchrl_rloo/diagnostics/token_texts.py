@@ -22,9 +22,6 @@ class TokenTexts:
     A character whose bytes span several tokens belongs to the last of them, and the tokens before it have empty text.
     Invalid bytes become replacement characters, as in the decoded text.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-
     Example:
         >>> from torchrl_rloo.embedded import build_tokenizer
         >>> tokenizer = build_tokenizer()
@@ -156,9 +153,5 @@ def _characters(data: bytes) -> list[tuple[str, int]]:
 
 
 def _completed_characters(data: bytes) -> list[str]:
-    """Return the character that each byte completes, or an empty text.
-
-    Raises:
-        UnicodeDecodeError: if the bytes are invalid.
-    """
+    """Return the character that each byte completes, or an empty text."""
     return [text for c in data.decode() for text in [""] * (len(c.encode()) - 1) + [c]]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from ctypes import c_float
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -18,11 +20,151 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.segments import LAST_SAMPLE_KEYS, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
-from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.token_texts import TokenTexts
-from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_blocks, find_calls, group_contexts
 from torchrl_rloo.runtime.files import make_folder, write_text
+
+# Blocks of a row
+
+
+TOOL_CALL_PATTERN = re.compile(
+    r"<(?P<tag>tool|tool_call|function_call)>.*?(?:</(?P=tag)>|\Z)"
+    r"|<function=.*?(?:</function>|\Z)"
+    r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>).*",
+    re.DOTALL,
+)  # formats of Hermes and Qwen, Llama, Mistral, and the embedded tasks
+
+_ERROR = re.compile(r"\W*(?:error|traceback|\w*(?:error|exception)\b)", re.IGNORECASE)
+_ERROR_IN_USER = re.compile(r"<tool_response>\s*Error:")
+
+
+class Block(NamedTuple):
+    """One message of a transcript."""
+
+    start: int
+    role: str
+    label: str = ""
+    error: bool = False
+
+
+def find_blocks(
+    texts: Sequence[str], special: Sequence[bool], actions: Sequence[bool], contexts: Sequence[Messages]
+) -> list[Block]:
+    """Split tokens into messages by searching the contents of messages in the decoded context.
+
+    It encodes no text. The template's opening of a policy turn belongs to that turn.
+    """
+    blocks: list[Block] = []
+    start = turn = 0
+    opened = False  # the context before the turn ended with the opening of that turn
+    # Walk over runs of action tokens, each one turn, and of context tokens
+    for is_action, run in groupby(actions):
+        end = start + len(list(run))
+        if is_action:
+            if not opened:
+                blocks.append(Block(start, "assistant"))
+            turn += 1
+        else:
+            messages = contexts[turn] if turn < len(contexts) else []
+            last = end == len(actions)
+            blocks += _split_context(texts[start:end], special[start:end], messages, start, last)
+        opened = not is_action and blocks[-1].role == "assistant"
+        start = end
+    return blocks
+
+
+def group_contexts(query: Any, completion: Any, before: int = 0) -> list[Messages]:
+    """Group the messages of a conversation by the policy turn that follows them."""
+    if not is_conversation(query):
+        return []
+    contexts = [list(query)]
+    for message in completion if isinstance(completion, Sequence) and not isinstance(completion, str) else []:
+        if message["role"] != "assistant":
+            contexts[-1].append(message)
+        elif before:
+            contexts[-1].append(message)
+            before -= 1
+        else:
+            contexts.append([])
+    return contexts
+
+
+def find_calls(
+    texts: Sequence[str], actions: Sequence[bool], pattern: re.Pattern[str] = TOOL_CALL_PATTERN
+) -> list[list[int]]:
+    """Return ``[start, end]``, in tokens, of each tool call that the policy wrote."""
+    found, start = [], 0
+    for is_action, run in groupby(actions):
+        end = start + len(list(run))
+        if is_action:
+            ends = list(accumulate(map(len, texts[start:end])))
+            for call in pattern.finditer("".join(texts[start:end])):
+                first, last = _token_at(ends, call.start()), _token_at(ends, call.end() - 1)
+                found.append([start + first, start + last + 1])
+        start = end
+    return found
+
+
+def is_tool_error(message: dict[str, Any]) -> bool:
+    """Return whether a message from a tool, or from the user in place of a tool, reports an error."""
+    content = str(message["content"])
+    if message["role"] == "tool":
+        return bool(_ERROR.match(content))
+    return message["role"] == "user" and bool(_ERROR_IN_USER.search(content))
+
+
+def _split_context(
+    texts: Sequence[str], special: Sequence[bool], messages: Messages, offset: int, last: bool
+) -> list[Block]:
+    """Split a run of context tokens into blocks; if a message is not found, return one block."""
+    text, ends = "".join(texts), list(accumulate(map(len, texts)))
+    shown = [message for message in messages if str(message["content"]).strip()]
+    spans = _find_contents(text, shown)
+    if not spans:
+        return [Block(offset, messages[0]["role"] if len(messages) == 1 else "context")]
+    blocks, start = [], 0
+    for message, (_, end), (next_start, _) in zip(shown, spans, [*spans[1:], (len(text), 0)], strict=True):
+        blocks.append(Block(offset + start, message["role"], _label(message), is_tool_error(message)))
+        after = _token_at(ends, next_start) if next_start < len(text) else len(texts)
+        start = _find_message_start(special, _token_at(ends, end - 1) + 1, after)
+    if start < len(texts) and not last:  # the template's opening of the policy turn
+        blocks.append(Block(offset + start, "assistant"))
+    return blocks
+
+
+def _find_contents(text: str, messages: Messages) -> list[tuple[int, int]]:
+    """Return the span of each message's content in a text, in order; empty if one is not found."""
+    spans, position = [], 0
+    for message in messages:
+        whole = str(message["content"]).strip()
+        for content in (whole, whole.rpartition("</think>")[2].strip()):  # templates drop earlier thinking
+            at = text.find(content, position)
+            if content and at >= 0:
+                break
+        else:
+            return []
+        position = at + len(content)
+        spans.append((at, position))
+    return spans
+
+
+def _find_message_start(special: Sequence[bool], start: int, end: int) -> int:
+    """Return the start of a message: the second special token after the last content, or after the only one."""
+    marks = [i for i in range(start, end) if special[i]]
+    return marks[1] if len(marks) > 1 else marks[0] + 1 if marks else end
+
+
+def _token_at(ends: Sequence[int], position: int) -> int:
+    """Return the index of the token that contains a character, given the end of each token's text."""
+    return bisect_right(ends, position)
+
+
+def _label(message: dict[str, Any]) -> str:
+    return " ".join(str(message[key]) for key in ("name", "tool_call_id") if message.get(key))
+
+
+# Page
+
 
 _PAGE = Path(__file__).parent / "transcripts_page"
 _MAX_INTEGER = 2**53  # JavaScript represents integers up to here exactly
@@ -40,6 +182,7 @@ def write_transcripts(
     reward_names: Sequence[str] = (),
     call_pattern: re.Pattern[str] = TOOL_CALL_PATTERN,
     max_rows: int = 500,
+    fields: Sequence[Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write finished conversations as one self-contained HTML page.
 
@@ -56,6 +199,7 @@ def write_transcripts(
         reward_names: names of the reward functions, in the order of ``("next", "rewards")``.
         call_pattern: pattern of the tool calls to mark in policy turns.
         max_rows: largest number of rows to write, from the first; the page reports how many were left out.
+        fields: entries that replace those of each row's head, such as ``kind`` or ``reward``; None replaces none.
 
     Returns:
         ``path``.
@@ -65,73 +209,15 @@ def write_transcripts(
         ValueError: if ``rows`` is empty, or ``max_rows`` is below 1.
     """
     rows = list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
-    _check_rows(rows, max_rows)
-    reader = _Reader(tokenizer, call_pattern)
-    entries = [reader.entry(row, place) for place, row in enumerate(rows[:max_rows])]
-    return _write(path, entries, reader, title, settings, reward_names, len(rows))
-
-
-def write_evaluation_transcripts(
-    path: str | Path,
-    result: EvaluationResult,
-    tokenizer,
-    *,
-    title: str = "",
-    settings: Mapping[str, Any] | None = None,
-    call_pattern: re.Pattern[str] = TOOL_CALL_PATTERN,
-    max_rows: int = 500,
-) -> Path:
-    """Write the conversations of an evaluation as a page, with its scores in place of rewards.
-
-    See :func:`write_transcripts`.
-
-    Args:
-        path: HTML file to write.
-        result: result of ``Evaluation.run(keep_rows=True)``.
-        tokenizer: tokenizer of the policy.
-        title: title of the page; empty takes the evaluation's label.
-        settings: settings to show in addition to those of the evaluation; None adds none.
-        call_pattern: pattern of the tool calls to mark.
-        max_rows: largest number of conversations to write, in the order of the prompts.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        ValueError: if the result has no rows, or ``max_rows`` is below 1.
-    """
-    if result.rows is None:
-        raise ValueError("result has no rows; keep them with Evaluation.run(keep_rows=True)")
-    pairs = sorted(zip(result.samples, result.rows, strict=True), key=lambda pair: pair[0].prompt_id)
-    _check_rows(pairs, max_rows)
-    reader, scorers = _Reader(tokenizer, call_pattern), result.settings.scorers
-    entries = [
-        reader.entry(row, place) | _sample_fields(sample, scorers)
-        for place, (sample, row) in enumerate(pairs[:max_rows])
-    ]
-    evaluation = {name: value for name, value in vars(result.settings).items() if name != "scorers"}
-    # Show metrics and settings of the evaluation with the given settings
-    metrics = {name: f"{mean:.4g} [{low:.4g}, {high:.4g}]" for name, (mean, low, high) in result.intervals.items()}
-    shown = {**(settings or {}), "metrics": metrics, "evaluation": evaluation}
-    title = title or f"Evaluation {result.settings.label}".strip()
-    return _write(path, entries, reader, title, shown, scorers, len(pairs))
-
-
-def _check_rows(rows: Sequence[Any], max_rows: int) -> None:
     if not rows:
         raise ValueError("rows is empty; a page requires at least one finished trajectory")
     if max_rows < 1:
         raise ValueError(f"max_rows={max_rows} must be at least 1")
-
-
-def _sample_fields(sample: EvaluatedSample, scorers: Sequence[str]) -> dict[str, Any]:
-    return {
-        "group": sample.prompt_id,
-        "kind": "greedy" if sample.sample is None else f"sample {sample.sample}",
-        "reward": _to_plain(sample.scores[scorers[0]]),
-        "rewards": [_to_plain(sample.scores[name]) for name in scorers],
-        "columns": _to_plain({"extracted": sample.extracted, **sample.columns}),
-    }
+    reader = _Reader(tokenizer, call_pattern)
+    entries = [reader.entry(row, place) for place, row in enumerate(rows[:max_rows])]
+    for entry, changed in zip(entries, fields or (), strict=False):
+        entry |= _to_plain(changed)
+    return _write(path, entries, reader, title, settings, reward_names, len(rows))
 
 
 class _Reader:

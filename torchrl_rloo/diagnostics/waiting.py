@@ -1,7 +1,4 @@
-"""Table of waits: who waits for whom over some steps of a run, and one sentence about the limit.
-
-An entry is a dictionary of a step's metrics and timings, as a run logs them. All shares are of wall-clock time.
-"""
+"""Waits of a run: who waits for whom over some steps, one sentence about the limit, and a picture of one step."""
 
 from __future__ import annotations
 
@@ -9,9 +6,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrl_rloo.diagnostics.waiting_limit import name_limit
+from torchrl_rloo.diagnostics.curves import save_figure
+from torchrl_rloo.envs.activity import STATES, Profile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Entry = Mapping[str, Any]
 
@@ -33,6 +35,36 @@ _WORKER = {
     "place": "wait for a place",
     "idle": "idle, without a group",
 }
+_MUCH = 0.25  # share of the time from which something is worth a remark
+
+# What conversations mostly wait for while the trainer waits for rows: cause and remedy
+_CAUSES = {
+    "engine": ("conversations spent {share} of their time on engines", "add engines, or shorten completions"),
+    "tools": (
+        "conversations spent {share} of their time on tools",
+        "make tools faster",
+    ),
+    "environment": (
+        "conversations spent {share} of their time on the environment",
+        "make its functions faster, or add workers",
+    ),
+    "rewards": (
+        "conversations spent {share} of their time on rewards",
+        "make reward functions faster, or raise collector.reward_threads",
+    ),
+    "group": (
+        "conversations spent {share} of their time on the wait for the rest of their group",
+        "set collector.min_members, or limit lengths",
+    ),
+    "place": ("conversations spent {share} of their time on the wait for a place", "raise collector.max_in_flight"),
+}
+
+_OTHERS = {
+    "sync": "Weight updates limit: they took {share} of the time; raise sampler.sync_every, or use another transport.",
+    "eval": "Evaluation limits: it took {share} of the time; raise eval.every, or evaluate on fewer prompts.",
+    "checkpoint": "Checkpoints limit: they took {share} of the time; raise checkpoint.every.",
+    "collect": "Taking rows limits: fetching and scoring them took {share} of the time; add ranks.",
+}
 _WAIT = "time/collect/wait"
 _NO_SIGNAL = tuple(f"count/zero_signal/{why}" for why in ("all_wrong", "all_right", "flat", "unanswered"))
 _STALE_TOKENS = re.compile(r"staleness/tokens_(\d+)")
@@ -48,19 +80,7 @@ class WaitRow(NamedTuple):
 
 @dataclass
 class WaitSummary:
-    """Means over some steps; what was not measured is missing.
-
-    Attributes:
-        steps: number of the first and of the last step.
-        seconds: mean seconds of a step.
-        trainer: share of the time by phase; they sum to 1.
-        worker: share of a worker's time by state; they sum to 1.
-        latency: mean, p90 and maximum in seconds by kind. The p90 is the mean of those of the steps.
-        engine: ``busy`` and ``busy_min`` as shares of the time, ``in_flight`` requests.
-        finished_groups: mean number of finished groups that waited for the trainer; None if unknown.
-        groups: number of groups kept, dropped and redrawn.
-        staleness: share of the trained tokens by staleness; by the rows' mean only, it has one entry ``"mean"``.
-    """
+    """Means over some steps; what was not measured is missing."""
 
     steps: tuple[int, int]
     seconds: float
@@ -88,16 +108,7 @@ def join_entries(history: Iterable[Entry], timings: Iterable[Entry]) -> list[dic
 
 
 def summarize_waits(entries: Sequence[Entry], before: Entry | None = None) -> WaitSummary | None:
-    """Return the means over steps.
-
-    Args:
-        entries: entry of each step.
-        before: entry before the first one, from which counters are subtracted. None subtracts nothing from the entries
-            of a run's first steps, and otherwise those of the first entry.
-
-    Returns:
-        The summary, or None if no step has timings.
-    """
+    """Return the means over steps."""
     timed = [entry for entry in entries if entry["step"] > 0 and _number(entry, "time/step") > 0]
     if not timed:
         return None
@@ -154,6 +165,57 @@ def waiting_table(entries: Sequence[Entry], before: Entry | None = None) -> str:
 def limiting_sentence(summary: WaitSummary) -> str:
     """Return one sentence: what limits the run, by how much, and what would help."""
     return name_limit(summary.trainer, summary.worker, summary.engine)
+
+
+def describe_waits(entries: Sequence[Entry]) -> dict[str, Any] | None:
+    """Return the table of waits as plain data, with the sentence about the limit; None without timings."""
+    if not entries or (summary := summarize_waits(entries)) is None:
+        return None
+    rows = [list(row) for row in _rows(summary)]
+    return {"heads": ["who", "does", "share or number"], "rows": rows, "sentence": limiting_sentence(summary)}
+
+
+def name_limit(trainer: Mapping[str, float], worker: Mapping[str, float], engine: Mapping[str, float]) -> str:
+    """Return what limits a run.
+
+    Example:
+        >>> name_limit({"rows_wait": 0.3, "train": 0.7}, {}, {})
+        'Training limits: it took 70 % of the time; add ranks, or enlarge passes.'
+    """
+    limit = max(trainer, key=trainer.get)
+    share = _percent(trainer[limit])
+    if limit == "rows_wait":
+        sentence = f"Sampling limits: the trainer waited {share} of the time{_cause(worker, engine)}."
+        return sentence + _overlap(trainer, worker)
+    if limit == "train":
+        busy = f", and engines were busy {_percent(engine['busy'])}" if engine else ""
+        sentence = f"Training limits: it took {share} of the time{busy}; add ranks, or enlarge passes."
+        return sentence + _overlap(trainer, worker)
+    if limit in _OTHERS:
+        return _OTHERS[limit].format(share=share)
+    return f"The phase {limit!r} limits: it took {share} of the time."
+
+
+def _cause(worker: Mapping[str, float], engine: Mapping[str, float]) -> str:
+    """Return why rows came late, and a remedy."""
+    active = {state: worker[state] for state in _CAUSES if worker.get(state)}
+    if not active:
+        return "; add engines or workers"
+    state = max(active, key=active.get)
+    cause, remedy = _CAUSES[state]
+    # Compare with the time in which there were conversations at all
+    begun = sum(active.values())
+    if state == "engine" and engine and (busy := min(1.0, engine["busy"] / begun)) < 2 * _MUCH:
+        cause += f", though engines were busy only {_percent(busy)} of that"
+        remedy = "look for pauses, restarts, and requests on their way"
+    return f", and {cause.format(share=_percent(active[state] / begun))}; {remedy}"
+
+
+def _overlap(trainer: Mapping[str, float], worker: Mapping[str, float]) -> str:
+    """Return the advice to sample while the trainer trains, if both wait for each other much of the time."""
+    if min(trainer.get("rows_wait", 0.0), trainer.get("train", 0.0), worker.get("idle", 0.0)) < _MUCH:
+        return ""
+    return f" Workers were idle {_percent(worker['idle'])}; collector.max_staleness=1 samples while the trainer trains."
 
 
 def _rows(summary: WaitSummary) -> list[WaitRow]:
@@ -258,3 +320,109 @@ def _percent(share: float) -> str:
 
 def _seconds(latency: tuple[float, float, float] | None) -> str:
     return "" if latency is None else "; mean {:.2g} s, p90 {:.2g} s, longest {:.2g} s".format(*latency)
+
+
+# Picture of one step
+
+
+Span = tuple[str, float, float]
+StepTimes = tuple[float, float, Sequence[Span]]
+
+_PHASE_COLORS = {
+    "collect": "#e3e3e3",
+    "train": "#3d3d3d",
+    "sync": "#6d7f94",
+    "eval": "#7d6b4f",
+    "checkpoint": "#5a4a5f",
+}
+_STATE_COLORS = {
+    "engine": "#1f5fa8",
+    "tools": "#c8553d",
+    "environment": "#3b8a5a",
+    "rewards": "#8a5fb0",
+    "group": "#d9d9d9",
+    "place": "#b08a2e",
+}
+_STATE_LABELS = {
+    "engine": "engine",
+    "tools": "tools",
+    "environment": "environment",
+    "rewards": "rewards",
+    "group": "rest of the group",
+    "place": "place",
+}
+_OTHER_COLOR = "#9a9a9a"
+
+
+def choose_step(recent: Sequence[StepTimes]) -> StepTimes | None:
+    """Return the step of median duration, of those with an evaluation or a checkpoint only if all have one.
+
+    Args:
+        recent: begin, end and phases of each step.
+    """
+    plain = [step for step in recent if not {"eval", "checkpoint"} & {name for name, _, _ in step[2]}] or list(recent)
+    ordered = sorted(plain, key=lambda step: step[1] - step[0])
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def plot_timeline(step: StepTimes, profiles: Iterable[Profile], path: str | Path) -> Path:
+    """Plot a step as a PNG.
+
+    Args:
+        step: begin and end in seconds, and name, begin and end of each phase.
+        profiles: number of conversations in each state, over times that cover the step.
+        path: PNG file to write.
+
+    Returns:
+        ``path``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
+    from matplotlib.figure import Figure
+
+    start, end, phases = step
+    whole = Profile()
+    for profile in profiles:
+        whole.merge(profile)
+    figure = Figure(figsize=(10.0, 3.6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    trainer, conversations = figure.subplots(2, 1, sharex=True, height_ratios=(1, 5))
+    _draw_phases(trainer, [(name, first - start, last - start) for name, first, last in phases], end - start)
+    _draw_conversations(conversations, whole.numbers(start, end), start, end)
+    conversations.set_xlim(0.0, end - start)
+    for axes in (trainer, conversations):
+        axes.spines[["top", "right"]].set_visible(False)
+    return save_figure(figure, Path(path))
+
+
+def _draw_conversations(axes: Axes, bins: Sequence[tuple[float, list[float]]], start: float, end: float) -> None:
+    """Draw the number of conversations in each state, stacked."""
+    edges = [max(0.0, time - start) for time, _ in bins] + [end - start]
+    most = max((sum(numbers) for _, numbers in bins), default=0.0)
+    used = [k for k in range(len(STATES)) if any(numbers[k] > 0.01 * most for _, numbers in bins)]
+    if used:
+        columns = [[numbers[k] for _, numbers in bins] for k in used]
+        axes.stackplot(
+            edges,
+            [[*column, column[-1]] for column in columns],
+            step="post",
+            labels=[_STATE_LABELS[STATES[k]] for k in used],
+            colors=[_STATE_COLORS[STATES[k]] for k in used],
+            linewidth=0,
+        )
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        axes.legend(title="they wait for", frameon=False, fontsize=8, reverse=True, **place)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds since the begin of the step")
+    axes.set_ylabel("conversations")
+
+
+def _draw_phases(axes: Axes, phases: Sequence[Span], seconds: float) -> None:
+    """Draw the trainer's phases as one bar, with names where they have room."""
+    for name, start, end in phases:
+        axes.barh(0, end - start, left=start, height=0.8, color=_PHASE_COLORS.get(name, _OTHER_COLOR), linewidth=0)
+        if end - start > 0.05 * seconds:
+            color = "#222222" if name == "collect" else "#ffffff"
+            axes.text((start + end) / 2, 0, name, ha="center", va="center", fontsize=8, color=color)
+    axes.set_yticks([0], ["trainer"])
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)

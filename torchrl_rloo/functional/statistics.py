@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
+
+
+class Interval(NamedTuple):
+    """Mean with the bounds of its confidence interval, NaN if there are too few values."""
+
+    mean: float
+    low: float
+    high: float
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -47,6 +57,41 @@ def wilson_interval(share: torch.Tensor, counts: torch.Tensor, z: float = 1.96) 
     half = z * (share * (1 - share) / counts + z**2 / (4 * counts**2)).sqrt()
     scale = 1 + z**2 / counts
     return ((center - half) / scale).clamp(min=0), ((center + half) / scale).clamp(max=1)
+
+
+def student_quantile(p: float, df: int) -> float:
+    """Return the quantile of Student's t distribution with ``df`` degrees of freedom.
+
+    It inverts the finite series of Abramowitz and Stegun 26.7.3-4 by bisection.
+
+    Args:
+        p: probability, from 0.5 to 1.
+        df: degrees of freedom, at least 1. Above 5000 it returns the normal quantile.
+
+    Example:
+        >>> round(student_quantile(0.975, 9), 4)
+        2.2622
+    """
+    if df > 5000:  # differs from the normal quantile by less than 0.02 %
+        return NormalDist().inv_cdf(p)
+    low, high = 0.0, 1.0
+    while _student_cdf(high, df) < p:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_cdf(middle, df) < p else (low, middle)
+    return (low + high) / 2
+
+
+def _student_cdf(t: float, df: int) -> float:
+    angle = math.atan(t / math.sqrt(df))
+    odd = df % 2
+    steps = torch.tensor(range(2 if odd else 1, df - 1, 2), dtype=torch.float64)
+    terms = torch.cat([torch.ones(1).double(), (steps / (steps + 1) * math.cos(angle) ** 2).cumprod(0)])
+    series = math.sin(angle) * float(terms.sum())
+    if not odd:
+        return 0.5 + series / 2
+    return 0.5 + (angle + (series * math.cos(angle) if df > 1 else 0.0)) / math.pi
 
 
 class GroupRanges(NamedTuple):

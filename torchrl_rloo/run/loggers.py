@@ -13,6 +13,7 @@ from urllib.parse import quote
 from torchrl.record.loggers import CSVLogger, MLFlowLogger, TensorboardLogger, WandbLogger
 from torchrl.record.loggers.common import Logger
 from torchrl.record.loggers.csv import CSVExperiment
+from torchrl.record.loggers.trackio import TrackioLogger
 
 from torchrl_rloo.runtime.files import append, make_folder
 
@@ -46,6 +47,14 @@ class EndingMLFlowLogger(MLFlowLogger):
 
         super().shutdown(timeout)
         mlflow.end_run()
+
+
+class SteppedTrackioLogger(TrackioLogger):
+    """TorchRL's trackio logger, which here sends the metrics of a step in one call."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None, **kwargs: Any) -> dict[str, Any]:
+        self.experiment.log(dict(metrics), step=step)
+        return metrics
 
 
 def file_name(metric: str) -> str:
@@ -103,6 +112,10 @@ def _wandb(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
     return WandbLogger(**{"exp_name": directory.name, "log_dir": str(directory), **kwargs})
 
 
+def _trackio(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
+    return SteppedTrackioLogger(**{"exp_name": directory.name, "project": "torchrl_rloo", **kwargs})
+
+
 def _mlflow(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
     defaults = {"exp_name": directory.name, "tracking_uri": f"sqlite:///{directory / 'mlflow.db'}"}
     if "tracking_uri" not in kwargs:
@@ -115,15 +128,16 @@ _BUILDERS: dict[str, Callable[[Path, Records, dict[str, Any]], Logger]] = {
     "csv": _csv,
     "wandb": _wandb,
     "mlflow": _mlflow,
+    "trackio": _trackio,
 }
-_EXTRAS = {"wandb": "loggers", "mlflow": "loggers"}
+_EXTRAS = {"wandb": "loggers", "mlflow": "loggers", "trackio": "trackio"}
 
 
 def check_loggers(names: Sequence[str]) -> None:
     """Check that every logger is known and its package is installed.
 
     Raises:
-        ValueError: if a name is not tensorboard, csv, wandb or mlflow.
+        ValueError: if a name is not tensorboard, csv, wandb, mlflow or trackio.
         ImportError: if the package of a logger is missing.
     """
     for name in names:

@@ -36,7 +36,8 @@ class RunLogger:
 
     Args:
         directory: directory of the files, created if necessary.
-        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"`` and ``"mlflow"``. The first entry opens them.
+        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"`` and ``"trackio"``. The first entry opens
+            them.
         progress: True shows a progress bar, False nothing. None shows a bar on a terminal and otherwise about 20 plain
             lines per run.
         total_steps: number of the last step, for the display.

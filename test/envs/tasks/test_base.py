@@ -11,11 +11,11 @@ import pytest
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.diagnostics import Evaluation
 from torchrl_rloo.embedded import build_tokenizer, resolve_task
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs.tasks import Task, load_task
 from torchrl_rloo.envs.transforms import FeedbackTransform
+from torchrl_rloo.evaluation import Evaluation
 from torchrl_rloo.modules import vLLMWrapper
 
 TASK = Task(

@@ -11,9 +11,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, tensor_rows
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.diagnostics import Evaluation
 from torchrl_rloo.envs.text import GuessNumber, TextTask, text_env
 from torchrl_rloo.envs.transforms import KLRewardTransform, TurnRewardTransform
+from torchrl_rloo.evaluation import Evaluation
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss

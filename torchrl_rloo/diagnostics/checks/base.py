@@ -79,73 +79,41 @@ class Probe:
 
 @dataclass(frozen=True)
 class Facts:
-    """Input of all checks: plain values of a run that has not begun. Checks skip what is None or empty.
+    """Input of all checks: plain values of a run that has not begun. Checks skip what is None or empty."""
 
-    Attributes:
-        plan: sizes of the run.
-        train: training prompts.
-        held_out: prompts of the evaluation.
-        tokenizer: tokenizer of the model.
-        template_kwargs: arguments of the chat template.
-        stop_ids: ids that end a turn.
-        stop_strings: texts that end a turn.
-        answer_columns: columns of the dataset that the rewards require.
-        functions: names of the reward functions.
-        learned_reward: True if a reward function is a model.
-        probes: scores of constructed completions.
-        form_hints: advice by reward function that expects the other form of completions, text or messages.
-        samples: completions of the start model.
-        failures: message by reward function of a failed sample of the start model, with the number of failures.
-        reward_seconds: seconds in which the rewards score the completions of a step.
-        sample_seconds: seconds in which the start model samples them.
-        temperature: temperature of sampling.
-        loss: arguments of the loss.
-        kl_coeff: coefficient of the KL to the initial model; 0 without one.
-        kl_target: KL that the coefficient adapts to; None if it is constant.
-        normalized: True if rewards or advantages are clipped or scaled.
-        staleness: weight updates between sampling and training, at most.
-        in_flight: treatment of running turns at a weight update of the engine; None without an engine.
-        sync_every: steps between weight updates of the sampler; 0 if it is never updated.
-        eval_every: steps between evaluations; 0 evaluates only before and after the run.
-        stop_rules: rules that end a run early; None if the run has no such setting.
-        checkpoint_bytes: size of a checkpoint, about.
-        checkpoints: checkpoints on the disk at once.
-        free_bytes: free space on the disk of the output directory.
-        peak_bytes: largest memory of a rank by the memory plan.
-        device_bytes: memory of the device.
-    """
-
-    plan: TrainingPlan
-    train: PromptDataset
-    held_out: PromptDataset
-    tokenizer: Any
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    stop_ids: Sequence[int] = ()
-    stop_strings: Sequence[str] = ()
-    answer_columns: Sequence[str] = ()
-    functions: Sequence[str] = ()
-    learned_reward: bool = False
-    probes: Sequence[Probe] = ()
+    plan: TrainingPlan  # sizes of the run
+    train: PromptDataset  # training prompts
+    held_out: PromptDataset  # prompts of the evaluation
+    tokenizer: Any  # tokenizer of the model
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template
+    stop_ids: Sequence[int] = ()  # ids that end a turn
+    stop_strings: Sequence[str] = ()  # texts that end a turn
+    answer_columns: Sequence[str] = ()  # columns of the dataset that the rewards require
+    functions: Sequence[str] = ()  # names of the reward functions
+    learned_reward: bool = False  # True if a reward function is a model
+    probes: Sequence[Probe] = ()  # scores of constructed completions
+    # Advice by reward function that expects the other form of completions, text or messages
     form_hints: Mapping[str, str] = field(default_factory=dict)
-    samples: Sequence[Sample] = ()
+    samples: Sequence[Sample] = ()  # completions of the start model
+    # Message by reward function of a failed sample of the start model, with the number of failures
     failures: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    reward_seconds: float | None = None
-    sample_seconds: float | None = None
-    temperature: float = 1.0
-    loss: Mapping[str, Any] = field(default_factory=dict)
-    kl_coeff: float = 0.0
-    kl_target: float | None = None
-    normalized: bool = False
-    staleness: int = 0
-    in_flight: str | None = None
-    sync_every: int = 1
-    eval_every: int = 0
-    stop_rules: Sequence[str] | None = None
-    checkpoint_bytes: int | None = None
-    checkpoints: int = 1
-    free_bytes: int | None = None
-    peak_bytes: int | None = None
-    device_bytes: int | None = None
+    reward_seconds: float | None = None  # seconds in which the rewards score the completions of a step
+    sample_seconds: float | None = None  # seconds in which the start model samples them
+    temperature: float = 1.0  # temperature of sampling
+    loss: Mapping[str, Any] = field(default_factory=dict)  # arguments of the loss
+    kl_coeff: float = 0.0  # coefficient of the KL to the initial model; 0 without one
+    kl_target: float | None = None  # KL that the coefficient adapts to; None if it is constant
+    normalized: bool = False  # True if rewards or advantages are clipped or scaled
+    staleness: int = 0  # weight updates between sampling and training, at most
+    in_flight: str | None = None  # treatment of running turns at a weight update of the engine; None without an engine
+    sync_every: int = 1  # steps between weight updates of the sampler; 0 if it is never updated
+    eval_every: int = 0  # steps between evaluations; 0 evaluates only before and after the run
+    stop_rules: Sequence[str] | None = None  # rules that end a run early; None if the run has no such setting
+    checkpoint_bytes: int | None = None  # size of a checkpoint, about
+    checkpoints: int = 1  # checkpoints on the disk at once
+    free_bytes: int | None = None  # free space on the disk of the output directory
+    peak_bytes: int | None = None  # largest memory of a rank by the memory plan
+    device_bytes: int | None = None  # memory of the device
 
 
 Check = Callable[[Facts], "Finding | Iterable[Finding] | None"]

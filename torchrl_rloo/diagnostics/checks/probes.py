@@ -12,7 +12,7 @@ import torch
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.diagnostics.checks.base import Probe
-from torchrl_rloo.diagnostics.checks.data import prompt_text
+from torchrl_rloo.diagnostics.checks.prompts import prompt_text
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor
 from torchrl_rloo.rewards.protocol import (

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchrl_rloo.diagnostics.health.history import History
-from torchrl_rloo.diagnostics.health.rule import SEVERITIES, Event, Evidence, Rule
+from torchrl_rloo.diagnostics.health.rule import SEVERITIES, Event, Evidence, History, Rule
 from torchrl_rloo.diagnostics.health.table import RULES
 from torchrl_rloo.runtime.lookup import did_you_mean, import_object
 
@@ -149,16 +148,7 @@ class _State:
 
 
 def load_rules(paths: Sequence[str], ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return the rules of the table without the ignored ones, and then those at dotted paths.
-
-    Args:
-        paths: dotted paths of a :class:`Rule` or of a sequence of them. One with the name of a rule of the table
-            replaces it.
-        ignore: names of rules to leave out.
-
-    Raises:
-        ValueError: if a path has no rule, or ``ignore`` an unknown name.
-    """
+    """Return the rules of the table without the ignored ones, and then those at dotted paths."""
     rules = {rule.name: rule for rule in RULES}
     for path in paths:
         found = import_object(path, "health rule")
@@ -195,11 +185,7 @@ def make_health(
 
 
 def check_names(argument: str, given: Sequence[str], rules: Sequence[str]) -> None:
-    """Raise unless all given names are names of rules or severities.
-
-    Raises:
-        ValueError: with the unknown name and a near match.
-    """
+    """Raise unless all given names are names of rules or severities."""
     for name in given:
         if name not in rules and name not in SEVERITIES:
             hint = did_you_mean(name, [*rules, *SEVERITIES])

@@ -1,0 +1,259 @@
+"""Verdict on a run in two sentences, from its metrics and health events: whether it learned, and what limited it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchrl_rloo.diagnostics.curves import EVAL_DETAILS, Series, match_names
+from torchrl_rloo.functional.statistics import Interval, student_quantile
+from torchrl_rloo.runtime.files import SAFE_FLAGS
+
+HEALTH_FILE = "health.jsonl"
+SEVERITIES = ("stop", "warn", "info")  # most urgent first
+_LONGEST = 1000  # characters of a sentence
+_TAIL = 1 << 18  # bytes of the file that are read
+_LEVEL = 0.975  # quantile of a two-sided 95 % interval
+_LEAST = 10  # steps from which the reward has a trend
+_HEADLINES = ("eval/greedy", "eval/sampled")
+
+
+@dataclass(frozen=True)
+class HealthEvent:
+    """A rule that fired at a step, and the step at which it cleared; None if it has not."""
+
+    step: int
+    rule: str
+    severity: str
+    sentence: str
+    remedy: str
+    cleared: int | None = None
+
+
+def read_events(records: Iterable[Mapping[str, Any]]) -> list[HealthEvent]:
+    """Return the events of a health file's records: those that last first, the most urgent first, then the newest.
+
+    Example:
+        >>> fired = {"step": 3, "rule": "entropy", "severity": "warn", "state": "fired", "sentence": "It collapsed."}
+        >>> [event.cleared for event in read_events([fired, fired | {"step": 9, "state": "cleared"}])]
+        [9]
+    """
+    ended: list[HealthEvent] = []
+    lasting: dict[str, HealthEvent] = {}
+    for record in records:
+        event = _parse(record)
+        if event is None:
+            continue
+        before = lasting.pop(event.rule, None)
+        if record.get("state") == "cleared" and before is not None:
+            ended.append(HealthEvent(**vars(before) | {"cleared": event.step}))
+        elif record.get("state") == "fired":
+            lasting[event.rule] = event if before is None else before
+    urgency = SEVERITIES.index
+    return [
+        *sorted(lasting.values(), key=lambda event: (urgency(event.severity), -event.step)),
+        *sorted(ended, key=lambda event: (urgency(event.severity), -event.step)),
+    ]
+
+
+def _parse(record: Mapping[str, Any]) -> HealthEvent | None:
+    step, severity = record.get("step"), record.get("severity")
+    if type(step) is not int or not isinstance(record.get("rule"), str):
+        return None
+    return HealthEvent(
+        step=step,
+        rule=record["rule"][:_LONGEST],
+        severity=severity if severity in SEVERITIES else "info",
+        sentence=str(record.get("sentence") or record["rule"])[:_LONGEST],
+        remedy=str(record.get("remedy") or "")[:_LONGEST],
+    )
+
+
+def read_health(path: Path) -> list[HealthEvent]:
+    """Return the events at the end of a health file, without damaged lines; none if it is missing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | SAFE_FLAGS)
+    except OSError:
+        return []
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return []
+        start = max(0, status.st_size - _TAIL)
+        file.seek(start)
+        lines = file.read(_TAIL).split(b"\n")
+    return read_events(filter(None, map(_parse_line, lines[1 if start else 0 : -1])))
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class Change(NamedTuple):
+    """First and last value of a metric with their intervals, and the 95 % interval of their difference."""
+
+    name: str
+    steps: tuple[int, int]
+    first: Interval
+    last: Interval
+    difference: Interval
+
+    @property
+    def direction(self) -> int:
+        """1 if the interval of the difference is above 0, -1 if it is below, 0 if it has 0 or there is none."""
+        return int(self.difference.low > 0) - int(self.difference.high < 0)
+
+
+def difference_interval(first: Interval, last: Interval) -> Interval:
+    """Return ``last - first`` with an interval from those of the two means (Newcombe 1998, method 10).
+
+    It takes the two as independent. Evaluations of the same prompts are not, so it is rather too wide.
+
+    Example:
+        >>> low, high = difference_interval(Interval(0.2, 0.1, 0.3), Interval(0.8, 0.7, 0.9))[1:]
+        >>> round(low, 3), round(high, 3)
+        (0.459, 0.741)
+    """
+    mean = last.mean - first.mean
+    low = mean - math.hypot(last.mean - last.low, first.high - first.mean)
+    return Interval(mean, low, mean + math.hypot(last.high - last.mean, first.mean - first.low))
+
+
+def evaluation_changes(series: Series) -> list[Change]:
+    """Return the changes of the held-out scores, the headline first; bounds are NaN if none were logged."""
+    bounds = {f"{name}_{end}" for name in series.names for end in ("low", "high")}
+    hidden = {*bounds, *match_names(series.names, EVAL_DETAILS)}
+    names = [name for name in series.names if name.startswith("eval/") and name not in hidden]
+    names.sort(key=lambda name: _HEADLINES.index(name) if name in _HEADLINES else len(_HEADLINES))
+    return [_evaluation_change(series, name) for name in names]
+
+
+def _evaluation_change(series: Series, name: str) -> Change:
+    steps, means = series.column(name)
+    ends = []
+    for place in (0, -1):
+        bounds = []
+        for end in ("low", "high"):
+            its_steps, values = series.column(f"{name}_{end}")
+            found = np.flatnonzero(its_steps == steps[place])
+            bounds.append(float(values[found[place]]) if len(found) else math.nan)
+        ends.append(Interval(float(means[place]), *bounds))
+    return Change(name, (int(steps[0]), int(steps[-1])), *ends, difference_interval(*ends))
+
+
+def reward_change(series: Series, name: str = "reward") -> Change | None:
+    """Return the change of the mean training reward from the first to the last fifth of the steps.
+
+    The interval is Welch's, over the steps. It is None below 10 steps.
+    """
+    steps, values = series.column(name)
+    count = max(_LEAST // 2, len(values) // 5)
+    if len(values) < _LEAST:
+        return None
+    first, last = _mean_of_steps(values[:count]), _mean_of_steps(values[-count:])
+    return Change(name, (int(steps[0]), int(steps[-1])), first, last, difference_interval(first, last))
+
+
+def _mean_of_steps(values: np.ndarray) -> Interval:
+    half = student_quantile(_LEVEL, len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    mean = float(values.mean())
+    return Interval(mean, mean - half, mean + half)
+
+
+def verdict(series: Series, events: Sequence[HealthEvent] = (), limit: str = "") -> tuple[str, str]:
+    """Return two sentences: whether the run learned, with an interval, and what to look at or what it waited for.
+
+    Example:
+        >>> scores = ((0, 0.1), (9, 0.8))
+        >>> rows = [{"step": i, "eval/greedy": s, "eval/greedy_low": s - 0.1, "eval/greedy_high": s + 0.1}
+        ...         for i, s in scores]
+        >>> verdict(Series(rows))[0]
+        'Learned: eval/greedy rose from 0.1 at step 0 to 0.8 at step 9, by 0.7 (95 % interval 0.559 to 0.841).'
+    """
+    return _learned(series), _look_at(series, events, limit)
+
+
+def _learned(series: Series) -> str:
+    changes = [change for change in evaluation_changes(series) if change.steps[0] < change.steps[1]]
+    if changes:
+        return _sentence(changes[0])
+    change = reward_change(series)
+    if change is None:
+        steps = len(series.column("reward")[0])
+        return f"Too early to tell: {steps} steps have a reward, and fewer than two were evaluated."
+    verb = ("shows no change", "rose", "fell")[change.direction]
+    return (
+        f"Not evaluated on held-out prompts: the training reward {verb}, from {change.first.mean:.3g} to "
+        f"{change.last.mean:.3g} (95 % interval of the difference {change.difference.low:.3g} to "
+        f"{change.difference.high:.3g})."
+    )
+
+
+def _sentence(change: Change) -> str:
+    first, last, difference = change.first.mean, change.last.mean, change.difference
+    span = f"from {first:.3g} at step {change.steps[0]} to {last:.3g} at step {change.steps[1]}"
+    if math.isnan(difference.low + difference.high):
+        verb = "rose" if last > first else "fell" if last < first else "did not move"
+        return f"Unsure: {change.name} {verb} {span}, and no interval was logged."
+    bounds = f"95 % interval {difference.low:.3g} to {difference.high:.3g}"
+    if change.direction == 0:
+        return f"No change shown: {change.name} went {span}, a difference of {difference.mean:.3g} ({bounds})."
+    word, verb = ("Learned", "rose") if change.direction > 0 else ("Got worse", "fell")
+    return f"{word}: {change.name} {verb} {span}, by {abs(difference.mean):.3g} ({bounds})."
+
+
+def _look_at(series: Series, events: Sequence[HealthEvent], limit: str) -> str:
+    """Return what limited a run: a rule that still holds, groups without signal, limits, too few steps, or time."""
+    urgent = [event for event in events if event.cleared is None and event.severity != "info"]
+    if urgent:
+        more = f" ({len(urgent) - 1} more below)" if len(urgent) > 1 else ""
+        return f"Look at {urgent[0].rule}{more}: {_joined(urgent[0].sentence, urgent[0].remedy)}"
+    flat, cut, reward = (_recent(series, n) for n in ("frac_reward_zero_std", "completions/clipped_ratio", "reward"))
+    if flat is not None and flat > 0.7:
+        why = "" if reward is None else f" at a mean reward of {reward:.2g}"
+        return (
+            f"The signal was the limit: {flat:.0%} of the last groups had equal rewards{why}; choose prompts that are "
+            "solved sometimes, or partial scores."
+        )
+    if cut is not None and cut > 0.2:
+        return f"The length was the limit: {cut:.0%} of the last completions were cut; raise generate.max_new_tokens."
+    if _still_rising(series):
+        return "The number of steps was the limit: the reward still rose at the end; train for longer."
+    if limit:
+        return limit
+    ended = sum(event.severity != "info" for event in events)
+    if ended:
+        return f"Nothing stands out at the end; {ended} warnings fired and cleared on the way."
+    return "Nothing stands out in the signal, the lengths or the health rules."
+
+
+def _joined(*sentences: str) -> str:
+    return " ".join(s.strip().rstrip(".") + "." for s in sentences if s.strip())
+
+
+def _recent(series: Series, name: str) -> float | None:
+    """Return the mean of the last fifth of a metric's values; None if there is none."""
+    values = series.column(name)[1]
+    return float(values[-max(1, len(values) // 5) :].mean()) if len(values) else None
+
+
+def _still_rising(series: Series) -> bool:
+    """Return whether the last fifth of the rewards is higher than the fifth before, beyond the noise of the steps."""
+    values = series.column("reward")[1]
+    count = len(values) // 5
+    if count < _LEAST // 2:
+        return False
+    before, last = _mean_of_steps(values[-2 * count : -count]), _mean_of_steps(values[-count:])
+    return difference_interval(before, last).low > 0
