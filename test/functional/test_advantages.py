@@ -64,27 +64,6 @@ def test_sums_to_zero_in_every_group(batch):
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches(min_rows=1), st.randoms(use_true_random=False))
-def test_follows_a_permutation_of_the_rows(batch, random):
-    rewards, groups = batch
-    order = list(range(len(rewards)))
-    random.shuffle(order)
-    permuted = leave_one_out(rewards[order], groups[order])
-    torch.testing.assert_close(permuted, leave_one_out(rewards, groups)[order], atol=1e-5, rtol=1e-5)
-
-
-@settings(deadline=None, max_examples=60)
-@given(batches(min_rows=1), st.lists(st.floats(-50, 50, width=32), min_size=6, max_size=6))
-def test_a_shift_of_a_groups_rewards_changes_nothing(batch, shifts):
-    rewards, groups = batch
-    shifted = rewards.double() + torch.tensor(shifts, dtype=torch.float64)[groups]
-    expected = leave_one_out(rewards.double(), groups)
-    alone = torch.tensor([(~rewards[groups == g].isnan()).sum().item() < 2 for g in groups.tolist()])
-    torch.testing.assert_close(leave_one_out(shifted, groups), expected, atol=1e-9, rtol=0)
-    assert (leave_one_out(shifted, groups)[alone] == 0).all()
-
-
-@settings(deadline=None, max_examples=60)
 @given(batches(min_rows=1), st.floats(-8, 8, width=32))
 def test_scales_with_the_rewards(batch, scale):
     rewards, groups = batch
@@ -98,25 +77,9 @@ def test_equal_rewards_give_exactly_zero(reward, n):
     assert (leave_one_out(torch.full((n,), reward), torch.zeros(n, dtype=torch.int64)) == 0).all()
 
 
-def test_seven_rewards_of_1000_1_give_exactly_zero():
-    assert leave_one_out(torch.full((7,), 1000.1), torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
-
-
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1000.1, 1e-30])
-def test_equal_rewards_in_float64_give_exactly_zero(reward):
-    rewards = torch.full((7,), reward, dtype=torch.float64)
-    assert leave_one_out(rewards, torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
-
-
 def test_an_abstaining_row_gets_zero_and_stays_out_of_the_baseline():
     rewards, groups = torch.tensor([3.0, NAN, 1.0, NAN, 5.0]), torch.tensor([0, 0, 0, 1, 1])
     assert leave_one_out(rewards, groups).tolist() == [2.0, 0.0, -2.0, 0.0, 0.0]
-
-
-def test_groups_do_not_touch_each_other():
-    rewards, groups = torch.tensor([1.0, 0.0, 7.0, 9.0]), torch.tensor([0, 0, 1, 1])
-    changed = rewards + torch.tensor([0.0, 0.0, 100.0, -3.0])
-    assert torch.equal(leave_one_out(rewards, groups)[:2], leave_one_out(changed, groups)[:2])
 
 
 def test_a_large_reward_in_one_group_costs_another_no_precision():
@@ -211,7 +174,7 @@ def test_every_estimator_follows_a_permutation_of_the_rows(name, batch, random):
     torch.testing.assert_close(permuted, ESTIMATORS[name](rewards.double(), groups)[order], atol=1e-9, rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_a_shift_of_a_groups_rewards_changes_nothing_in_those_that_subtract_a_mean(name, data):
@@ -232,7 +195,14 @@ def noisy_1000_1() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl"])
 def test_equal_rewards_give_exactly_zero_in_every_group_method(name):
-    assert ESTIMATORS[name](torch.full((7,), 1000.1), torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
+    for reward, dtype in (
+        (1000.1, torch.float32),
+        (0.1, torch.float64),
+        (1 / 3, torch.float64),
+        (1e-30, torch.float64),
+    ):
+        rewards = torch.full((7,), reward, dtype=dtype)
+        assert ESTIMATORS[name](rewards, torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
 
 
 def test_grpo_divides_by_no_noise():

@@ -43,7 +43,7 @@ class PackedRows(NamedTuple):
     tensors: dict[NestedKey, torch.Tensor]
     shapes: dict[NestedKey, torch.Tensor]
     columns: dict[NestedKey, list[Any]]
-    layouts: list[_Layout]
+    layouts: list[Layout]
     layout_of_row: list[int]
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -52,11 +52,11 @@ class PackedRows(NamedTuple):
         return _restore, (arrays, shapes, *self[2:])
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Structure of a TensorDict, or of a tensorclass if ``cls`` is given."""
 
     batch_size: tuple[int, ...]
-    entries: tuple[tuple[str, str | _Layout], ...]  # "tensor", "column" (NonTensorData), "object", or a nested layout
+    entries: tuple[tuple[str, str | Layout], ...]  # "tensor", "column" (NonTensorData), "object", or a nested layout
     cls: type | None = None
     values: tuple[tuple[str, Any], ...] | None = None  # non-tensor fields of a tensorclass; None: they are in a column
 
@@ -84,7 +84,7 @@ def pack_rows(rows: TensorDictBase) -> PackedRows:
     # Collect the values of each key over the rows
     tensors: dict[NestedKey, list[torch.Tensor]] = {}
     columns: dict[NestedKey, list[Any]] = {}
-    layouts: dict[_Layout, int] = {}
+    layouts: dict[Layout, int] = {}
     layout_of_row = []
     for row in rows.unbind(0):
         layout = _take(row, (), tensors, columns)
@@ -118,7 +118,7 @@ def unpack_rows(packed: PackedRows) -> LazyStackedTensorDict:
 
 def _take(
     entry: TensorDictBase, path: tuple[str, ...], tensors: dict[NestedKey, list], columns: dict[NestedKey, list]
-) -> _Layout:
+) -> Layout:
     """Append the values of a TensorDict to the lists of their keys, and return its structure."""
     entries = []
     for name, value in entry.items():
@@ -136,10 +136,10 @@ def _take(
         else:  # such as a History, which is a stack of messages
             columns.setdefault(_short(key), []).append(value)
             entries.append((name, "object"))
-    return _Layout(tuple(entry.batch_size), tuple(entries))
+    return Layout(tuple(entry.batch_size), tuple(entries))
 
 
-def _take_tensorclass(value: Any, key: tuple[str, ...], tensors: dict, columns: dict) -> _Layout:
+def _take_tensorclass(value: Any, key: tuple[str, ...], tensors: dict, columns: dict) -> Layout:
     layout, fields = _take(value._tensordict, key, tensors, columns), value._non_tensordict
     # Fields that are not text are the same in most rows, and belong to the structure
     if all(field is None or isinstance(field, bool) for field in fields.values()):
@@ -149,7 +149,7 @@ def _take_tensorclass(value: Any, key: tuple[str, ...], tensors: dict, columns: 
 
 
 def _build(
-    layout: _Layout, path: tuple[str, ...], values: Mapping[NestedKey, Iterator], columns: Mapping[NestedKey, Iterator]
+    layout: Layout, path: tuple[str, ...], values: Mapping[NestedKey, Iterator], columns: Mapping[NestedKey, Iterator]
 ) -> Any:
     """Build a TensorDict or a tensorclass from the next values of its keys."""
     entries = {}

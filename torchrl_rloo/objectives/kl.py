@@ -220,3 +220,12 @@ class AdaptiveEntropyCoefficient:
     def load_state_dict(self, state: Mapping[str, float | bool]) -> None:
         """Restore the coefficient from :meth:`state_dict`."""
         self._value, self._on = float(state["value"]), bool(state["on"])
+
+
+def token_kl(kl: KL | None, owner: str) -> KL | None:
+    """Return the KL per token that a transform applies, or None if it is off; refuse one of another place."""
+    if kl is not None and not isinstance(kl, KL):
+        raise TypeError(f"kl={kl!r} must be a KL, such as KL('token', 0.01)")
+    if kl is not None and kl.where != "token":
+        raise ValueError(f"kl={kl}: {owner} requires a KL with where='token'; set it, or leave kl out")
+    return kl if kl is not None and kl.is_on else None

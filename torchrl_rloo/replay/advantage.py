@@ -26,7 +26,7 @@ from torchrl_rloo.functional.advantages import (
     estimator_option,
 )
 from torchrl_rloo.functional.returns import rewards_to_go
-from torchrl_rloo.objectives.kl import KL
+from torchrl_rloo.objectives.kl import KL, token_kl
 from torchrl_rloo.objectives.step import make_reducer
 from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, baseline_key, estimator_name
 from torchrl_rloo.replay.pending import BufferTransform, Group, PendingGroups
@@ -134,13 +134,9 @@ class MCAdvantage(BufferTransform):
                 f"num_generations=1: estimator={estimator_name(self.estimator)} compares the rows of a group and "
                 "requires at least 2; with 1, set estimator='reinforce' or a RunningBaseline"
             )
-        if kl is not None and not isinstance(kl, KL):
-            raise TypeError(f"kl={kl!r} must be a KL, such as KL('token', 0.01)")
-        if kl is not None and kl.where != "token":
-            raise ValueError(f"kl={kl}: MCAdvantage requires a KL with where='token'; set it, or leave kl out")
+        self.kl = token_kl(kl, "MCAdvantage")
         if process_group is not None and self.normalize is None:
             raise ValueError("process_group has no effect without normalize: leave process_group out, or set normalize")
-        self.kl = kl if kl is not None and kl.is_on else None
         # Hold groups until they are complete, and until there are enough to normalize
         self._reduce = make_reducer(process_group)
         groups_per_batch = None if self.normalize is None else self.normalize.groups

@@ -12,7 +12,7 @@ from torchrl_rloo.data.rows import gather_actions, micro_batches, ragged, spread
 from torchrl_rloo.functional.advantages import whiten
 from torchrl_rloo.functional.returns import gae
 from torchrl_rloo.modules.heads import ValueHead
-from torchrl_rloo.objectives.kl import KL
+from torchrl_rloo.objectives.kl import KL, token_kl
 from torchrl_rloo.objectives.step import make_reducer
 from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.credit import check_token_rewards
@@ -76,14 +76,10 @@ class TokenGAE(BufferTransform):
         for name, value in (("discount", discount), ("lam", lam)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]")
-        if kl is not None and not isinstance(kl, KL):
-            raise TypeError(f"kl={kl!r} must be a KL, such as KL('token', 0.01)")
-        if kl is not None and kl.where != "token":
-            raise ValueError(f"kl={kl}: TokenGAE requires a KL with where='token'; set it, or leave kl out")
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be None or at least 1")
         self.__dict__["value_head"] = value_head  # not a submodule: its weights are not the buffer's state
-        self.discount, self.lam, self.kl = discount, lam, kl if kl is not None and kl.is_on else None
+        self.discount, self.lam, self.kl = discount, lam, token_kl(kl, "TokenGAE")
         self.whiten, self.process_group, self.micro_batch_size = whiten, process_group, micro_batch_size
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from tensordict import NestedKey
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
-from torchrl_rloo.data.packed import PackedRows, _Layout
+from torchrl_rloo.data.packed import Layout, PackedRows
 from torchrl_rloo.data.templates import from_history, to_history
 from torchrl_rloo.weight_update.protocol import xxh3
 
@@ -172,7 +172,7 @@ def _key(name: str) -> NestedKey:
 # Structures
 
 
-def _layout_to_json(layout: _Layout) -> list[Any]:
+def _layout_to_json(layout: Layout) -> list[Any]:
     if layout.cls is not None and _CLASSES.get(layout.cls.__name__) is not layout.cls:
         raise ValueError(f"an entry has the class {layout.cls.__name__}, but must have one of {sorted(_CLASSES)}")
     entries = [[name, kind if isinstance(kind, str) else _layout_to_json(kind)] for name, kind in layout.entries]
@@ -180,7 +180,7 @@ def _layout_to_json(layout: _Layout) -> list[Any]:
     return [list(layout.batch_size), entries, None if layout.cls is None else layout.cls.__name__, values]
 
 
-def _layout_from_json(content: Any) -> _Layout:
+def _layout_from_json(content: Any) -> Layout:
     batch_size, entries, cls, values = content
     if not all(type(size) is int and size >= 0 for size in batch_size):
         raise ValueError(f"batch_size={batch_size!r:.80} must have numbers of at least 0")
@@ -194,7 +194,7 @@ def _layout_from_json(content: Any) -> _Layout:
             raise ValueError(f"entry {name!r:.80} of kind {kind!r:.80} must have a name and one of the kinds {_KINDS}")
         read.append((name, kind if isinstance(kind, str) else _layout_from_json(kind)))
     values = None if values is None else tuple((name, value) for name, value in values)
-    return _Layout(tuple(batch_size), tuple(read), None if cls is None else _CLASSES[cls], values)
+    return Layout(tuple(batch_size), tuple(read), None if cls is None else _CLASSES[cls], values)
 
 
 def _check(packed: PackedRows) -> None:
@@ -223,7 +223,7 @@ def _check(packed: PackedRows) -> None:
         raise ValueError("the structure of the rows must fit the number of their values")
 
 
-def _uses(layout: _Layout, path: tuple[str, ...]) -> Iterator[tuple[str, NestedKey]]:
+def _uses(layout: Layout, path: tuple[str, ...]) -> Iterator[tuple[str, NestedKey]]:
     """Return what a row of a layout takes a value of."""
     for name, kind in layout.entries:
         if not isinstance(kind, str):
