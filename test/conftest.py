@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from support.changed_weights import assert_greedy_tokens_equal, change, log_prob_error  # noqa: F401  fixtures
 from support.checkpoints import save_checkpoint
 from support.engines import (  # noqa: F401  fixtures
     GROUP,

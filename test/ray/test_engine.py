@@ -59,7 +59,7 @@ def test_answers_are_those_of_the_same_engine_in_this_process(engine: RayEngine)
     assert [outcome(future) for future in [engine.submit(request) for request in requests]] == expected
 
 
-def test_versions_of_tokens_are_those_that_sampled_them(engine: RayEngine, wait_until) -> None:
+def test_versions_of_tokens_are_those_that_sampled_them(engine: RayEngine) -> None:
     version, tokens = engine.version, engine.load().tokens
     future = engine.submit(Request([400, 1, 1], limit=4, seed=0))
     wait_until(lambda: engine.check_health() is None and engine.load().tokens > tokens)  # a call returns the state
@@ -69,7 +69,7 @@ def test_versions_of_tokens_are_those_that_sampled_them(engine: RayEngine, wait_
     assert versions[0] == version and versions == sorted(versions) and versions[-1] == version + 1
 
 
-def test_a_cancelled_request_ends_inside_the_actor(engine: RayEngine, wait_until) -> None:
+def test_a_cancelled_request_ends_inside_the_actor(engine: RayEngine) -> None:
     futures = [engine.submit(Request([ENDLESS], limit=4, seed=seed)) for seed in range(3)]
     wait_until(lambda: engine.load().running == 3)
     assert futures[0].cancel() and futures[2].cancel()
@@ -78,7 +78,7 @@ def test_a_cancelled_request_ends_inside_the_actor(engine: RayEngine, wait_until
     wait_until(lambda: engine.load().running == 0)
 
 
-def test_a_deadline_counts_time_outside_pauses(engine: RayEngine, wait_until) -> None:
+def test_a_deadline_counts_time_outside_pauses(engine: RayEngine) -> None:
     client = RayEngineClient(engine.current_handle()._replace(request_timeout=0.6))
     engine.pause("continue")
     future = client.submit(Request([ENDLESS], limit=4, seed=0))
@@ -227,7 +227,7 @@ class Worker:
         return found
 
 
-def test_a_pickled_engine_is_a_client_of_the_same_actor(engine: RayEngine, wait_until) -> None:
+def test_a_pickled_engine_is_a_client_of_the_same_actor(engine: RayEngine) -> None:
     import ray
     from ray import cloudpickle
 

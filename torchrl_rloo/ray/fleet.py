@@ -237,12 +237,14 @@ class WorkerFleet:
         """Wait for a worker to start; log while it waits for a place in the cluster."""
         starting = asyncio.ensure_future(result_of(worker.actor.start.remote()))
         deadline = time.monotonic() + self._worker_settings.start_timeout
-        while not (await asyncio.wait({starting}, timeout=_LOG_PERIOD_S))[0]:
-            if time.monotonic() > deadline:
-                starting.cancel()
-                raise TimeoutError(f"it did not start in start_timeout={self._worker_settings.start_timeout:g} s")
-            _LOGGER.warning("worker %d has not started yet; it may wait for a place in the cluster", worker.number)
-        return starting.result()
+        try:
+            while not (await asyncio.wait({starting}, timeout=_LOG_PERIOD_S))[0]:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it did not start in start_timeout={self._worker_settings.start_timeout:g} s")
+                _LOGGER.warning("worker %d has not started yet; it may wait for a place in the cluster", worker.number)
+            return starting.result()
+        finally:
+            starting.cancel()  # without effect on a start that has ended
 
     async def _beat(self, worker: Worker) -> None:
         """Exchange news with a worker, then wait for the next heartbeat."""

@@ -73,22 +73,22 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     @property
     def next_group_id(self) -> int:
         """Id of the next new draw of any process."""
-        return call(self._actor.next_group_id.remote())
+        return call(self._actor.get.remote("next_group_id"))
 
     @property
     def num_requeued(self) -> int:
         """Number of re-queued draws, which come before new ones."""
-        return call(self._actor.num_requeued.remote())
+        return call(self._actor.get.remote("num_requeued"))
 
     def remaining(self) -> float:
         """Return the number of draws left, re-queued ones included; infinite if ``epochs`` is None."""
-        return float("inf") if self.epochs is None else call(self._actor.remaining.remote())
+        return float("inf") if self.epochs is None else call(self._actor.do.remote("remaining"))
 
     def draw_ids(self, groups: int) -> list[tuple[int, int]]:
-        return self._note(call(self._actor.draw_ids.remote(groups)))
+        return self._note(call(self._actor.do.remote("draw_ids", groups)))
 
     def _draw_ids(self) -> tuple[int, int]:
-        return self._note([call(self._actor.draw_id.remote())])[0]
+        return self._note([call(self._actor.do.remote("_draw_ids"))])[0]
 
     def _note(self, draws: list[tuple[int, int]]) -> list[tuple[int, int]]:
         if self._journal is not None:
@@ -97,7 +97,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
     def requeue(self, draws: Iterable[tuple[int, int]]) -> None:
         if draws := list(draws):
-            call(self._actor.requeue.remote(draws))
+            call(self._actor.do.remote("requeue", draws))
 
     @contextmanager
     def with_requeued(self, draws: Iterable[tuple[int, int]]) -> Iterator[None]:
@@ -113,7 +113,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the position in the dataset, for all processes."""
-        call(self._actor.load_state.remote(state))
+        call(self._actor.do.remote("set_extra_state", state))
 
 
 class _PrimerActor:
@@ -122,27 +122,12 @@ class _PrimerActor:
     def __init__(self, dataset: PromptDataset, kwargs: dict[str, Any]):
         self._primer = DataLoadingPrimer(dataset, **kwargs)
 
-    def next_group_id(self) -> int:
-        return self._primer.next_group_id
+    def get(self, name: str) -> Any:
+        return getattr(self._primer, name)
 
-    def num_requeued(self) -> int:
-        return self._primer.num_requeued
-
-    def remaining(self) -> float:
-        return self._primer.remaining()
-
-    def draw_ids(self, groups: int) -> list[tuple[int, int]]:
-        return self._primer.draw_ids(groups)
-
-    def draw_id(self) -> tuple[int, int]:
-        return self._primer._draw_ids()
-
-    def requeue(self, draws: list[tuple[int, int]]) -> None:
-        self._primer.requeue(draws)
+    def do(self, name: str, *args: Any) -> Any:
+        return getattr(self._primer, name)(*args)
 
     def state(self, requeued: list[tuple[int, int]]) -> dict[str, Any]:
         with self._primer.with_requeued(requeued):
             return self._primer.get_extra_state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._primer.set_extra_state(state)

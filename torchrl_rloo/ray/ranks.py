@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+from torchrl_rloo.ray.session import require_ray
 from torchrl_rloo.runtime import reaper
 from torchrl_rloo.runtime.ranks_launch import QUIET, Signals, kill_ranks, reserve_port, wait_for_ranks, write_lines
 
@@ -212,10 +213,7 @@ def rank_variables(places: Sequence[Place]) -> list[dict[str, Any]]:
 
 def _connect(address: str | None) -> Any:
     """Connect to a running cluster."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("--on-ray requires Ray; install it with: pip install 'torchrl_rloo[ray]'") from error
+    ray = require_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
