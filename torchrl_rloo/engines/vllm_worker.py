@@ -241,7 +241,7 @@ class WeightWorker:
         self.start_weight_update()
 
     def check_adapter(self, path: str, expected: str) -> None:
-        """Compare the checksum of a LoRA adapter's tensors, sorted by name, with the sender's."""
+        """Raise RuntimeError unless the checksum of a LoRA adapter's tensors, sorted by name, is the sender's."""
         tensors = load_file(Path(path) / ADAPTER_FILE)
         if (found := xxh3([tensors[name] for name in sorted(tensors)])) != expected:
             raise RuntimeError(f"the adapter in {path} is corrupt: its checksum is {found}, not {expected}")
