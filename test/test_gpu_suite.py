@@ -50,7 +50,6 @@ def test_layouts_agree_with_padding(results) -> None:
 
 def test_ways_of_sampling_are_compared(results) -> None:
     figures = results("decoding")["tiny, 4 lines"]
-    assert figures["same_tokens"] == 1
     assert figures["ours"]["ratio"] == figures["ours"]["tokens_per_s"] / figures["transformers"]["tokens_per_s"]
 
 

@@ -205,12 +205,7 @@ class AsyncEngine(Engine):
         """Return the work inside the engine, without waiting for the engine."""
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """Submit all requests and wait for their samples. If one fails, cancel the others.
-
-        Raises:
-            EngineTimeoutError: if a request takes longer than ``request_timeout`` seconds.
-            EngineError: if the engine refuses a request or fails on it.
-        """
+        """Submit all requests and wait for their samples. If one fails, cancel the others."""
         futures: list[Future[Sample]] = []
         try:
             for request in requests:

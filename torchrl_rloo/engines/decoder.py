@@ -24,22 +24,10 @@ _MIN_SPARE_POSITIONS = 64  # positions that a grown cache buffer has beyond thos
 
 
 class Decoder:
-    """Causal language model with a key-value cache of several lines.
+    """Causal language model with a key-value cache of several lines; ``logits`` ``[lines, V]`` are of the next token.
 
-    Args:
-        model: causal language model in evaluation mode.
-        head: head of the model; None uses the model's logits.
-        prompts: ids ``[P_i]`` of each line. Equal prompts are read once.
-        longest: tokens of the longest line, prompt and turn. The positions of finished lines stop there.
-        track_seen: whether to record ``seen``.
-
-    Attributes:
-        logits: ``[lines, V]`` logits of the next token.
-        seen: ``[lines, V]`` bool, True for tokens that the line contains; None without ``track_seen``.
-
-    Raises:
-        ValueError: if the model uses gradient checkpointing in training mode.
-        NotImplementedError: if the model takes no cache.
+    Equal prompts ``[P_i]`` are read once. ``longest`` counts the tokens of the longest line, prompt and turn, where the
+    positions of finished lines stop. ``track_seen`` records ``seen`` ``[lines, V]``, the tokens that a line contains.
     """
 
     def __init__(self, model, head: Head | None, prompts: Sequence[torch.Tensor], longest: int, track_seen: bool):

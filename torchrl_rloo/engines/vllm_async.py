@@ -362,7 +362,7 @@ def _load_logger(only: bool) -> type:
             return EngineLoad(s.num_running_reqs, waiting, s.kv_cache_usage, self._preemptions, self._tokens)
 
         def _ignore(self, *args: Any, **kwargs: Any) -> None:
-            """Record and log nothing else."""
+            """Ignore what else vLLM would log or record."""
 
         log = log_engine_initialized = record_sleep_state = record_admission_rejection = _ignore
 

@@ -93,9 +93,6 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
 
         ``generate=False`` with ``model=``, the training model, returns a :class:`TransformersWrapper` that scores under
         the same distribution, since engines return log-probs of samples only.
-
-        Raises:
-            ValueError: if ``generate=False`` is passed without ``model``.
         """
         settings = {"tokenizer": self.tokenizer, "input_mode": self.input_mode, "generate_kwargs": self.generate_kwargs}
         if not kwargs.get("generate", True):
@@ -110,17 +107,10 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         return [_to_generated(sample) for sample in self._generate(self._requests(rows, prompts))]
 
     async def turn(self, row: TensorDictBase, sample: Callable[[Request], Awaitable[Sample]]) -> TensorDictBase:
-        """Continue one row by one turn.
+        """Continue one row, which has a seed and no batch dimensions, by one turn, and return it.
 
-        Args:
-            row: row with a seed, without batch dimensions.
-            sample: function that samples a request; another call continues an aborted turn.
-
-        Returns:
-            The row; its outputs are set only after the whole turn.
-
-        Raises:
-            EngineError: if an answer is invalid, or if the engine aborts the turn again and again.
+        ``sample`` samples a request; another call continues an aborted turn. If an answer is invalid, or the engine
+        aborts the turn again and again, the row is unchanged and ``EngineError`` is raised.
         """
         prompt = self._prompt(row)
         request, sampled = self._request(row, prompt, self._turn_seed(row)), None
