@@ -1,13 +1,10 @@
 """Time that new weights take to reach engines, and that engines stand still for them.
 
     python benchmarks/bench_weight_sync.py [--transports direct shared_memory files] [--layers 12]
-    python benchmarks/bench_weight_sync.py --transports shared_memory --engines 2 --orders rolling barrier
+    python benchmarks/bench_weight_sync.py --transports shared_memory --engines 2
 
 A ``WeightPublisher`` sends the weights of a random float32 model. The transport ``direct`` passes them by reference to
-a ``VLLMEngine``. The others send them to one or more ``AsyncVLLMEngine`` in child processes. Orders of a push:
-
-- rolling: stage while engines sample, then pause and load one engine after the other
-- barrier: stage while engines sample, then pause and load all engines together
+a ``VLLMEngine``. The others send them to one or more ``AsyncVLLMEngine`` in child processes.
 
 Each transport and its copy are measured in a separate process. After the last push, the engines' log-probs are compared
 with the model's. Ends with one line of JSON.
@@ -29,49 +26,42 @@ from common import print_result, print_table, qwen2, run_python, word_tokenizer
 from weight_transfers import sharded_rows
 
 TRANSPORTS = ("direct", "shared_memory", "files")
-ORDERS = ("rolling", "barrier")
 PROMPT = tuple(range(10, 74))
 
 
 def measure(directory: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Push the model in ``directory`` to engines started from it in each order, and return the figures."""
+    """Push the model in ``directory`` to engines started from it, and return the figures."""
     from transformers import AutoModelForCausalLM
 
     (transport,) = args.transports
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
-    copied, rows, version = copy_seconds(model), [], 0
+    copied = copy_seconds(model)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         count = 1 if transport == "direct" else args.engines
         engines = [stack.enter_context(make_engine(transport, directory)) for _ in range(count)]
-        for order in args.orders:
-            publisher = make_publisher(model, engines, order, make_transport(transport, folder), args)
-            publisher.resume_from(version)
-            pushes = []
-            for _ in range(args.pushes + 1):
-                scale_weights(model, 1.01)
-                version = publisher.push_weights()
-                pushes.append(publisher.last_push)
-            error = max(log_prob_error(engine, model) for engine in engines)
-            publisher.close()
-            if error > 1e-3:
-                raise RuntimeError(f"log-probs after {transport}, {order} are {error} nats off: weights did not arrive")
-            rows.append(
-                {
-                    "transport": transport,
-                    "engines": f"{count} {type(engines[0]).__name__}",
-                    "order": order,
-                    "MB": pushes[-1].bytes / 1e6,
-                    "first s": pushes[0].seconds,
-                    "s": median(push.seconds for push in pushes[1:]),
-                    "still s": median(max(push.still_seconds) for push in pushes[1:]),
-                    "copy s": copied,
-                    "error (nats)": error,
-                }
-            )
-    return rows
+        publisher, pushes = make_publisher(model, engines, make_transport(transport, folder), args), []
+        for _ in range(args.pushes + 1):
+            scale_weights(model, 1.01)
+            publisher.push_weights()
+            pushes.append(publisher.last_push)
+        error = max(log_prob_error(engine, model) for engine in engines)
+        publisher.close()
+        if error > 1e-3:
+            raise RuntimeError(f"log-probs after {transport} are {error} nats off: weights did not arrive")
+        row = {
+            "transport": transport,
+            "engines": f"{count} {type(engines[0]).__name__}",
+            "MB": pushes[-1].bytes / 1e6,
+            "first s": pushes[0].seconds,
+            "s": median(push.seconds for push in pushes[1:]),
+            "still s": median(max(push.still_seconds) for push in pushes[1:]),
+            "copy s": copied,
+            "error (nats)": error,
+        }
+    return [row]
 
 
-def make_publisher(model: Any, engines: list[Any], order: str, transport: Any, args: argparse.Namespace) -> Any:
+def make_publisher(model: Any, engines: list[Any], transport: Any, args: argparse.Namespace) -> Any:
     from torchrl_rloo.weight_update import WeightPublisher
 
     return WeightPublisher(
@@ -80,7 +70,6 @@ def make_publisher(model: Any, engines: list[Any], order: str, transport: Any, a
         transport=transport,
         bucket_bytes=args.bucket_mib << 20,
         staged=not args.streamed,
-        commit=order,
         checksum=args.checksum,
         verify_every=args.verify_every,
     )
@@ -157,7 +146,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes after the first, which connects")
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--engines", type=int, default=1, help="number of engines in child processes")
-    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=["rolling"])
     parser.add_argument("--checksum", choices=("xxh3", "device"), default="xxh3")
     parser.add_argument("--verify-every", type=int, default=1, help="number of pushes of which one carries checksums")
     parser.add_argument("--streamed", action="store_true", help="load each bucket as it arrives, not all at the end")
@@ -180,7 +168,7 @@ def main() -> None:
         for part in build(args.layers, args.width, args.vocabulary):
             part.save_pretrained(directory)
         options = ["--pushes", str(args.pushes), "--bucket-mib", str(args.bucket_mib), "--measure", directory]
-        options += ["--engines", str(args.engines), "--orders", *args.orders, "--checksum", args.checksum]
+        options += ["--engines", str(args.engines), "--checksum", args.checksum]
         options += ["--verify-every", str(args.verify_every), *(["--streamed"] if args.streamed else [])]
         found = [run_python(__file__, "--transports", transport, *options) for transport in args.transports]
         rows = [row for each in found for row in each["rows"]]

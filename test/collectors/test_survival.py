@@ -135,11 +135,10 @@ def test_a_hung_member_changes_no_row(pooled) -> None:
     assert pool.counts["pool/deaths"] >= 1 and engines[1].start_count >= 1
 
 
-@pytest.mark.parametrize("commit", ["rolling", "barrier"])
 @pytest.mark.parametrize("ahead", [0, 4])
-def test_a_version_names_one_set_of_weights_whenever_engines_die(ahead: int, commit: str, pooled, model) -> None:
+def test_a_version_names_one_set_of_weights_whenever_engines_die(ahead: int, pooled, model) -> None:
     """Engines die between two batches, and at every step of a push. The run continues without a stale token."""
-    updater = publisher(model, commit=commit)
+    updater = publisher(model)
     collector, pool, engines = pooled(Gate(turns=2), ahead=ahead, updater=updater, max_failed_pushes=9)
     places = [None, "between", "start", "bucket", "finish", "both", "between", "finish", "start", "both", None]
     pushed, sampled = [0], set()

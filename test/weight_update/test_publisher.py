@@ -153,7 +153,7 @@ def same(state: dict, other: dict) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in state.items())
 
 
-def test_a_rolling_commit_pauses_one_engine_at_a_time_and_a_barrier_all(make_engine):
+def test_a_commit_pauses_one_engine_at_a_time(make_engine):
     standing, most = set(), []
 
     def watch(engine: ScriptedEngine) -> None:
@@ -169,26 +169,15 @@ def test_a_rolling_commit_pauses_one_engine_at_a_time_and_a_barrier_all(make_eng
     engines = [make_engine(finish=0.05) for _ in range(3)]
     for engine in engines:
         watch(engine)
-    for policy, expected in (("rolling", 1), ("barrier", 3)):
-        most.clear()
-        WeightPublisher(nn.Linear(2, 2), engines, commit=policy).push_weights()
-        assert max(most) == expected, policy
+    WeightPublisher(nn.Linear(2, 2), engines).push_weights()
+    assert most == [1, 1, 1]
 
 
-def test_a_barrier_activates_nothing_before_all_have_staged_everything(make_engine):
-    slow, quick = make_engine(bucket=0.2), make_engine()
-    group = Group(slow, quick)
-    WeightPublisher(nn.Linear(100, 100), group, commit="barrier", **TWO_BUCKETS).push_weights()
-    records = [(record, engine) for engine in (slow, quick) for record in engine.updates]
-    assert all(record.paused == (record.step == "finish") for record, _ in records)
-    assert group.filled == [(0, 1), (1, 1)]
-
-
-def test_a_version_that_one_engine_loaded_is_current_after_a_failed_barrier(make_engine):
+def test_a_version_that_one_engine_loaded_is_current_after_a_failure(make_engine):
     """The engine samples with it from then on, and rows must not be newer than the updater's version."""
     engines = [make_engine(), make_engine()]
     engines[1].fail_updates["finish"] = [EngineError("no memory")]
-    updater = WeightPublisher(nn.Linear(100, 100), engines, commit="barrier")
+    updater = WeightPublisher(nn.Linear(100, 100), engines)
     with pytest.raises(WeightSyncError, match="no memory"):
         updater.push_weights()
     assert updater.current_version == engines[0].version == 1 and not engines[0].paused
@@ -196,12 +185,11 @@ def test_a_version_that_one_engine_loaded_is_current_after_a_failed_barrier(make
 
 
 @pytest.mark.parametrize("step", ["abort", "connect", "start", "bucket", "finish"])
-@pytest.mark.parametrize("commit", ["rolling", "barrier"])
-def test_a_member_that_fails_is_reported_and_the_others_go_on(step, commit, make_engine):
+def test_a_member_that_fails_is_reported_and_the_others_go_on(step, make_engine):
     engines = [make_engine() for _ in range(3)]
     engines[1].fail_updates[step] = [RuntimeError("out of luck")]
     group = Group(*engines)
-    publisher = WeightPublisher(nn.Linear(100, 100), group, commit=commit, timeout=PATIENT, **TWO_BUCKETS)
+    publisher = WeightPublisher(nn.Linear(100, 100), group, timeout=PATIENT, **TWO_BUCKETS)
     assert publisher.push_weights() == 1
     assert [engine.version for engine in engines] == [1, 0, 1] and sorted(group.filled) == [(0, 1), (2, 1)]
     ((number, error),) = group.failed
@@ -511,7 +499,6 @@ def test_a_lora_adapter_is_staged_as_a_folder_and_fills_a_restarted_member(make_
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
         ({"timeout": 0}, "timeout=0"),
         ({"in_flight": "keep"}, "in_flight='keep'"),
-        ({"commit": "later"}, "commit='later' must be 'rolling' or 'barrier'"),
         ({"transport": "nccl"}, "transport='nccl'"),
         ({"checksum": "crc"}, "checksum='crc'"),
         ({"verify_every": 0}, "verify_every=0"),

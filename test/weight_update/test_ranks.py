@@ -9,14 +9,16 @@ import copy
 import os
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from support.fork_server import ForkServer
@@ -31,6 +33,7 @@ from torchrl_rloo.runtime.ranks import RankError, Ranks
 from torchrl_rloo.training.shard import shard_model
 from torchrl_rloo.weight_update import (
     InProcessWeightUpdater,
+    LoRAPublisher,
     SequentialWeightUpdater,
     WeightSyncError,
     shards,
@@ -52,7 +55,8 @@ put_pieces = PackedStorage.put_pieces
 def sharded(model: nn.Module, **settings) -> nn.Module:
     """Shard a model in place: each layer, and the rest at the root."""
     mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
+    decoder = model.get_base_model().model if find_spec("peft") and hasattr(model, "peft_config") else model.model
+    for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, **settings)
     return fully_shard(model, mesh=mesh, **settings)
 
@@ -61,7 +65,7 @@ def train(*models: nn.Module) -> None:
     """Train one step and run a forward pass, which leaves the root's parameters gathered."""
     for model in models:
         model(input_ids=IDS, labels=IDS).loss.backward()
-        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5).step()
         model.zero_grad()
         with torch.no_grad():
             model(input_ids=IDS)
@@ -124,6 +128,69 @@ def check_gathers(rank: int, folder: Path) -> None:
             if piece.rank == rank and isinstance(tensor, DTensor):
                 assert tuple(tensor.to_local().shape) == piece.shape
         assert bool((filled == 1).all())
+
+
+def sent(source: WeightSource) -> dict[str, torch.Tensor]:
+    """Return the tensors that a source sends, gathered in two ranges."""
+    names = [info.name for info in source.manifest()]
+    middle = len(names) // 2
+    return dict(zip(names, source.tensors(0, middle) + source.tensors(middle, len(names)), strict=True))
+
+
+def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(tensors) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_source(rank: int, folder: Path) -> None:
+    """Compare what a sharded model and a whole one send, before and after training; FSDP1 is refused."""
+    whole, model = build_model(TOKENIZER, 0), sharded(build_model(TOKENIZER, 0))
+    source = WeightSource(model)
+    assert source.sends == (rank == 0) and source.manifest() == WeightSource(whole).manifest()
+    for _ in range(2):
+        assert_same(sent(source), sent(WeightSource(whole)))
+        train(whole, model)
+        assert not all(hasattr(p, "full_tensor") for p in model.parameters()), "the root's stay gathered"
+    assert_same(sent(source), sent(WeightSource(whole)))
+    with pytest.raises(ValueError, match="the model is in FullyShardedDataParallel; shard it with fully_shard"):
+        WeightSource(FullyShardedDataParallel(build_model(TOKENIZER, 0), device_id=torch.device("cpu")))
+
+
+def check_adapter(rank: int, folder: Path) -> None:
+    """Merge and send a sharded adapter, whose first push fails."""
+    if find_spec("peft") is None:
+        return
+    import peft
+
+    def adapted() -> nn.Module:
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(build_model(TOKENIZER, 0), config)
+        generator = torch.Generator().manual_seed(0)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.data = 0.1 * torch.randn(p.shape, generator=generator)
+        return model
+
+    class Reading(TransformersEngine):
+        def update_weights(self, step, info=None, *, timeout):
+            if info["version"] == 1:
+                raise EngineError("not now")
+            self.adapter = load_file(Path(info["path"]) / "adapter_model.safetensors")
+            return [{"version": info["version"], "checksums": [info["checksum"]]}]
+
+    whole, model = adapted(), sharded(adapted())
+    train(whole, model)
+    assert_same(sent(WeightSource(model)), sent(WeightSource(whole)))
+    engines = [Reading(build_model(TOKENIZER, 0))] if rank == 0 else []
+    updater = LoRAPublisher(model, engines, directory=folder)
+    with pytest.raises(WeightSyncError, match="not now"):
+        updater.push_weights()
+    assert updater.push_weights() == 2
+    if rank == 0:
+        expected = peft.get_peft_model_state_dict(whole, save_embedding_layers=False)
+        assert_same(engines[0].adapter, dict(sorted(expected.items())))
+    updater.close()
 
 
 def check_transports(rank: int, folder: Path) -> None:
@@ -384,6 +451,8 @@ def check_end(rank: int, folder: Path) -> None:
 
 CHECKS = (
     check_gathers,
+    check_source,
+    check_adapter,
     check_transports,
     check_casts_and_conversions,
     check_failures,

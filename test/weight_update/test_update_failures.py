@@ -303,21 +303,6 @@ def test_a_worker_that_reports_something_else_is_an_error(wrong):
         WeightPublisher(nn.Linear(2, 2), engine, timeout=PATIENT).push_weights()
 
 
-def test_an_error_of_the_source_is_one_too(pair):
-    class Moody(WeightSource):
-        moods = iter([None, RuntimeError("out of memory"), None, None])
-
-        def collect(self, first, last, to=0):
-            if error := next(self.moods):
-                raise error
-            return super().collect(first, last, to)
-
-    updater = WeightPublisher(Moody(nn.Linear(100, 100)), pair, bucket_bytes=40_000, timeout=PATIENT)
-    with fails_within(SOON, "the trainer failed", "out of memory"):
-        updater.push_weights()
-    assert updater.push_weights() == pair[0].version == 2
-
-
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "streamed"])
 def test_an_interrupt_leaves_no_engine_paused(pair, staged):
     class Interrupted(Direct):

@@ -49,7 +49,8 @@ class Peer:
         self.link: Link | None = None  # connection of the transport
         self.connected_to: tuple | None = None  # manifest and start count that the connection is for
         self.loaded: tuple[Snapshot, int] | None = None  # snapshot that it loaded, and its start count at that time
-        self._calls: SimpleQueue | None = None
+        self._calls: SimpleQueue | None = None  # of the thread, which ends with the queue or with this object
+        self._end: Callable[[], Any] = lambda: None
 
     def call(self, function: Callable[[WeightTarget], Any]) -> None:
         """Call ``function``, which must not raise, with the engine after its earlier calls."""
@@ -62,9 +63,8 @@ class Peer:
 
     def abandon_calls(self) -> None:
         """Start the next call on a new thread, because earlier ones may still hang."""
-        if self._calls is not None:
-            self._end()
-            self._calls = None
+        self._end()
+        self._calls = None
 
     def disconnect(self) -> None:
         """Close the connection. The next push connects again."""
@@ -212,7 +212,7 @@ class Deliveries:
         self._wait(lambda: all(delivery.idle for delivery in self.active))
         self._drop_failed()
 
-    def commit_in_turn(self) -> None:
+    def commit(self) -> None:
         """Load one engine after the other, first those that have staged everything."""
         if self._on_failed is None:  # no engine activates a version that another one could not stage
             self.settle()
@@ -235,21 +235,6 @@ class Deliveries:
                 if delivery.error is None:
                     self._on_loaded(delivery.peer, self.snapshot)
             self._drop_failed()
-
-    def commit_together(self) -> None:
-        """Pause all engines once all have staged everything, load them, and resume them together."""
-        self.settle()
-        steps: list[Callable[[Delivery], None]] = [
-            lambda delivery: delivery.add_pause(self.in_flight),
-            lambda delivery: self._load(delivery, self.snapshot),
-            Delivery.add_resume,
-        ]
-        for add in steps:
-            for delivery in self.active:
-                add(delivery)
-            self.settle()
-        for delivery in self.active:
-            self._on_loaded(delivery.peer, self.snapshot)
 
     def cancel(self, purpose: str, cause: BaseException, *, wait: bool = True) -> None:
         """Skip all further steps, and leave no engine paused or in the update."""

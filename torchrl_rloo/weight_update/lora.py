@@ -18,7 +18,7 @@ from torch import nn
 
 from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Snapshot
 from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, xxh3
-from torchrl_rloo.weight_update.publisher import Commit, Publisher
+from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.shards import collective, gather, is_sender, reshard
 from torchrl_rloo.weight_update.shared_memory import MEMORY
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
@@ -53,8 +53,6 @@ class LoRAPublisher(Publisher):
             temporary files if ``/dev/shm`` is not writable.
         timeout: seconds that one step may take in one engine: draining its requests, or loading.
         in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
-        commit: ``"rolling"`` loads one engine after the other while the others sample. ``"barrier"`` pauses all engines
-            together.
 
     Raises:
         ImportError: if peft is not installed.
@@ -76,14 +74,12 @@ class LoRAPublisher(Publisher):
         directory: str | PathLike | None = None,
         timeout: float = 120.0,
         in_flight: InFlight = "finish",
-        commit: Commit = "rolling",
     ):
         super().__init__(
             model,
             engines,
             sends=is_sender(),
             in_flight=in_flight,
-            commit=commit,
             timeout=timeout,
         )
         self.model = _peft_model(model)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from itertools import count
 from time import monotonic, sleep
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -28,8 +28,6 @@ from torchrl_rloo.weight_update.target import (
     check_in_flight,
 )
 
-Commit = Literal["rolling", "barrier"]
-
 _POLL_SECONDS = 0.1  # between looks at a group without members
 
 
@@ -41,7 +39,7 @@ class WeightUpdater(ABC):
     """Base class of senders of the training model's weights to a sampler.
 
     A version names one set of weights. It is spent when a push begins and never used again, also if the push fails.
-    TorchRL's ``WeightSyncScheme.send()`` carries no version and does not report which samplers have applied it.
+    TorchRL's ``WeightSyncScheme`` has no version, and its ``send()`` waits for ever on a receiver that failed.
 
     If ranks train one model, each makes an updater. Rank 0 has the samplers; its calls :meth:`push_weights` and
     :meth:`initialize` need the same call on the other ranks if the model is sharded.
@@ -145,7 +143,6 @@ class Publisher(WeightUpdater):
         *,
         sends: bool,
         in_flight: InFlight,
-        commit: Commit,
         timeout: float,
     ):
         self.group = engines if isinstance(engines, TargetGroup) else None
@@ -156,11 +153,9 @@ class Publisher(WeightUpdater):
         if sends and self.group is None and not self.engines:
             raise ValueError("engines=[] must have at least one engine on the rank that sends")
         check_in_flight(in_flight)
-        if commit not in ("rolling", "barrier"):
-            raise ValueError(f"commit={commit!r} must be 'rolling' or 'barrier'")
         if timeout <= 0:
             raise ValueError(f"timeout={timeout} must be above 0 seconds")
-        self.in_flight, self.commit_policy, self.timeout = in_flight, commit, timeout
+        self.in_flight, self.timeout = in_flight, timeout
         self.sends, self.ranks = sends, sharing_ranks(model)
         self._trained = model
         self._initial_counts = _change_counts(model)
@@ -303,7 +298,7 @@ class Publisher(WeightUpdater):
             deliveries = self._deliver(snapshot, [peer], on_failed=None)
             self._add_staging(deliveries.active[0], snapshot)
             try:
-                deliveries.commit_in_turn()
+                deliveries.commit()
             except StepError as error:
                 deliveries.cancel(error.purpose, error.__cause__, wait=False)
                 raise self._explained(snapshot.version, error) from error.__cause__
@@ -346,10 +341,7 @@ class Publisher(WeightUpdater):
         """Load the open version in all engines, and make its snapshot the current one."""
         deliveries = self._open
         with self._cancelling(deliveries.snapshot.version):
-            if self.commit_policy == "barrier":
-                deliveries.commit_together()
-            else:
-                deliveries.commit_in_turn()
+            deliveries.commit()
         self._open = None
         self._release_current()
         self._snapshot = deliveries.snapshot

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,7 +97,12 @@ class VLLMNCCLLink(Link):
         joined: Future[Any] = Future()
         PackageThread(self._join, joined, name="weight broadcast").start()
         announce(self.options)
-        self._engine.model_update_group = joined.result(self._timeout)
+        try:
+            self._engine.model_update_group = joined.result(self._timeout)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"no NCCL group with the workers within timeout={self._timeout:g} s; check the network between them"
+            ) from error
 
     def _join(self, joined: Future[Any]) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Snapshot
 from torchrl_rloo.weight_update.protocol import CHECKSUMS, TensorInfo, packed_size, plan_buckets
-from torchrl_rloo.weight_update.publisher import Commit, Publisher
+from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.source import GatherOrder, WeightSource, store_buckets
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
 from torchrl_rloo.weight_update.transport import Storage, Transport, find_transport
@@ -77,8 +77,6 @@ class WeightPublisher(Publisher):
             bucket as it arrives, which needs no memory in the workers. An engine that fails halfway then refuses to
             sample until a push succeeds.
         in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
-        commit: ``"rolling"`` loads one engine after the other while the others sample. ``"barrier"`` pauses all engines
-            together once all have staged everything, so that all change at once.
         timeout: seconds that one step may take in one engine: draining its requests, connecting, one bucket, ...
         checksum: ``"xxh3"`` hashes on the host. ``"device"`` sums on the device of each tensor, which spares copies of
             GPU tensors to the host.
@@ -111,7 +109,6 @@ class WeightPublisher(Publisher):
         bucket_bytes: int = 64 << 20,
         staged: bool = True,
         in_flight: InFlight = "finish",
-        commit: Commit = "rolling",
         timeout: float = 120.0,
         checksum: Literal["xxh3", "device"] = "xxh3",
         verify_every: int = 1,
@@ -122,7 +119,6 @@ class WeightPublisher(Publisher):
             engines,
             sends=self.source.sends,
             in_flight=in_flight,
-            commit=commit,
             timeout=timeout,
         )
         if bucket_bytes < 1:
