@@ -107,7 +107,7 @@ def _run_ranks(recipe: str, settings: Sequence[str], ranks: int, resources: dict
     if resources is None:
         from torchrl_rloo.cli.ranks import launch
 
-        raise SystemExit(launch([sys.executable, *command], ranks))
+        raise SystemExit(launch(command, ranks))
     address = next((s.partition("=")[2] for s in settings if s.startswith("ray.address=")), None)
     try:
         from torchrl_rloo.ray.ranks import launch_on_ray

@@ -21,9 +21,9 @@ def launch(command: Sequence[str], size: int) -> int:
     ranks, so that they can name a rank 0 that died. They die with this process.
     """
     from torch import distributed
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api, start_processes
 
-    logging.disable()  # the launcher reports a failure in many lines, after the one of the rank
+    logger = logging.getLogger(api.__name__)
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
@@ -51,12 +51,15 @@ def launch(command: Sequence[str], size: int) -> int:
                     else:
                         os.kill(pid, number)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, pass_on)
+        handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        logger.disabled = True  # it reports a failure in many lines, after the one of the rank
         try:
             failures = ranks.wait(period=0.05).failures
-        finally:  # such as SIGHUP, which raises
+        finally:  # also after SIGHUP, which raises
             ranks.close()
+            logger.disabled = False
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     # A rank that ended because of another one has a code that tells so
     codes = sorted(((rank, found.exitcode) for rank, found in failures.items()), key=lambda pair: pair[1] == EXIT_CODE)
     if not codes:

@@ -16,7 +16,6 @@ from torchrl_rloo.data.outcomes import final_return
 from torchrl_rloo.data.rows import concatenate, ragged, stack_rows, unbind_rows
 from torchrl_rloo.data.stop_reasons import abstains, stop_reason
 from torchrl_rloo.diagnostics.token_texts import TokenTexts
-from torchrl_rloo.embedded import resolve
 from torchrl_rloo.envs.transforms.reward import make_reward_batch
 from torchrl_rloo.functional.advantages import ESTIMATORS
 from torchrl_rloo.functional.rewards import combine_rewards
@@ -28,6 +27,7 @@ from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.protocol import RewardBatch, TrainerState
 from torchrl_rloo.rewards.registry import RewardSpec
 from torchrl_rloo.rewards.runner import RewardRunner
+from torchrl_rloo.runtime.lookup import resolve
 
 # Comparison of two rewards
 
