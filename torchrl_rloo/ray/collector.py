@@ -132,7 +132,7 @@ class RayLLMCollector(LLMCollector):
         super().__init__(env, policy if policy is not None else policy_factory, **kwargs)
         note_connected(self)
 
-    def _GroupRunner(self, settings: RunnerSettings) -> RemoteRunner:
+    def _make_runner(self, settings: RunnerSettings) -> RemoteRunner:
         engine = getattr(self.policy, "engine", None)
         pool = engine if isinstance(engine, EnginePool) else None
         sizes = {"num_workers": self._num_workers, "workers": self._workers}

@@ -380,7 +380,7 @@ def check_memory(facts: Facts) -> Finding | None:
         limit = "" if facts.device_bytes is None else f" of {_gb(facts.device_bytes)}"
         return Finding("ok", f"a training step is planned to take {_gb(facts.peak_bytes)}{limit} of memory")
     sentence = f"a training step is planned to take {_gb(facts.peak_bytes)}, and {_gb(facts.device_bytes)} are there"
-    return Finding("error", sentence, "torchrl-rloo plan lists settings that make it fit")
+    return Finding("error", sentence, "torchrl-rloo plan shows what takes the memory")
 
 
 def _name(choice: Any) -> str | None:
