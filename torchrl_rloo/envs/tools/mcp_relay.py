@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"MCP server {command[0]!r} was ended: {error}", file=sys.stderr)
         server.kill()
+        return server.wait() or 1  # it may have ended by itself
     return server.wait()
 
 
