@@ -72,7 +72,7 @@ def test_ranks_in_actors_meet_and_a_failed_one_ends_both_with_its_traceback(laun
     assert out == f"met: {[(rank, str(tmp_path), ray_cluster) for rank in range(2)]}\n"
     code, out, err = finish(fails)
     assert code == 1
-    assert err.count("Traceback") == 1 and "[rank 1] ValueError: this rank fails on purpose" in err
+    assert err.count("Traceback") == 1 and "ValueError: this rank fails on purpose" in err
     assert "error: rank 1 failed after end of the Ray session: ValueError" in err
 
 
