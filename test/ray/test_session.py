@@ -13,6 +13,7 @@ import pytest
 
 from support.ray_cluster import RAY_GROUP
 from support.waiting import wait_until
+from torchrl_rloo.ray.session import require_ray
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group(RAY_GROUP)
@@ -58,3 +59,11 @@ def test_auto_finds_the_cluster_of_another_process(head) -> None:
     result = subprocess.run([sys.executable, "-c", SESSION], env=shell, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.split() == [address, "7"]
+
+
+def test_a_folder_named_ray_is_not_ray(tmp_path, monkeypatch) -> None:
+    (tmp_path / "ray").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "ray")
+    with pytest.raises(ImportError, match=r"torchrl_rloo\[ray\]"):
+        require_ray()

@@ -31,8 +31,10 @@ def require_ray() -> ModuleType:
     """Return the module ``ray``, or raise ImportError with the name of the extra."""
     try:
         import ray
-    except ImportError as error:
-        raise ImportError("a cluster requires Ray; install it with: pip install 'torchrl_rloo[ray]'") from error
+    except ImportError:
+        ray = None
+    if getattr(ray, "__file__", None) is None:  # a folder of this name in the working directory is not Ray
+        raise ImportError("a cluster requires Ray; install it with: pip install 'torchrl_rloo[ray]'")
     return ray
 
 

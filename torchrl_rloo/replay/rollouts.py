@@ -269,7 +269,7 @@ class RolloutWriter:
 
     A crash at any instant leaves whole files of whole groups. A writer that starts again takes a new id. Several
     writers of one folder need disjoint group ids, as one ledger or one
-    :class:`~torchrl_rloo.envs.transforms.RayDataLoadingPrimer` draws them. A group that a resumed run stores again is
+    :class:`~torchrl_rloo.ray.RayDataLoadingPrimer` draws them. A group that a resumed run stores again is
     read once.
 
     Args:
