@@ -23,7 +23,9 @@ from torchrl_rloo.agents.agents import read_call_rewards
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.embedded import CALCULATOR, build_model, build_tokenizer, calculator_prompts
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded.calculator import calculator_prompts
+from torchrl_rloo.embedded.resolve import CALCULATOR
 from torchrl_rloo.engines.base import EngineError, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper

@@ -13,7 +13,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 
 from support.collecting import UNDELIVERED, G, Gate, assert_same, groups_of, in_state
 from support.waiting import PATIENCE, in_thread, wait_until
-from torchrl_rloo.collectors import CollectionProgress
+from torchrl_rloo.collectors.llm import CollectionProgress
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.scripted import ScriptedTurn
 from torchrl_rloo.envs import ChatEnv

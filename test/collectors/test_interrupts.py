@@ -21,8 +21,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from support.collecting import UNDELIVERED, Bump, G, Gate, groups_of, in_state, reasons
 from support.waiting import PATIENCE, in_thread, wait_until
-from torchrl_rloo.collectors import CollectionProgress, LLMCollector, ledger
+from torchrl_rloo.collectors import LLMCollector, ledger
 from torchrl_rloo.collectors.ledger import check_audit
+from torchrl_rloo.collectors.llm import CollectionProgress
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.scripted import ScriptedTurn

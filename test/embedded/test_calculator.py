@@ -11,14 +11,15 @@ import torch
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.embedded import (
-    CALCULATOR,
-    build_model,
-    build_tokenizer,
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded.calculator import (
+    P_GUESS,
+    P_OMIT_BOX,
+    P_WRONG_OPERATOR,
     calculator_demonstrations,
     calculator_prompts,
 )
-from torchrl_rloo.embedded.calculator import P_GUESS, P_OMIT_BOX, P_WRONG_OPERATOR
+from torchrl_rloo.embedded.resolve import CALCULATOR
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.rewards import boxed_accuracy

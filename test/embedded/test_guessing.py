@@ -13,8 +13,18 @@ import torch
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.embedded import GUESSING, build_model, build_tokenizer, guessing_demonstrations, guessing_prompts
-from torchrl_rloo.embedded.guessing import HIGHEST, LOWEST, MAX_GUESSES, P_THOUGHTLESS, RANGE_SIZES, SECRETS_PER_RANGE
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded.guessing import (
+    HIGHEST,
+    LOWEST,
+    MAX_GUESSES,
+    P_THOUGHTLESS,
+    RANGE_SIZES,
+    SECRETS_PER_RANGE,
+    guessing_demonstrations,
+    guessing_prompts,
+)
+from torchrl_rloo.embedded.resolve import GUESSING
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_rloo.embedded import (
-    ADDITION,
-    CALCULATOR,
-    EMBEDDED_TASKS,
-    GUESSING,
-    addition_prompts,
-    resolve_model,
-    resolve_task,
-)
+from torchrl_rloo.embedded import addition_prompts, resolve_model, resolve_task
 from torchrl_rloo.embedded import resolve as resolve_module
+from torchrl_rloo.embedded.resolve import ADDITION, CALCULATOR, EMBEDDED_TASKS, GUESSING
 from torchrl_rloo.envs.text.transform import TextEnvTransform
 from torchrl_rloo.envs.transforms import ToolTransform
 from torchrl_rloo.rewards import boxed_accuracy

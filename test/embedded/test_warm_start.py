@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_rloo.data.templates import encode_conversation
-from torchrl_rloo.embedded import EMBEDDED_TASKS, addition_demonstrations, build_model, build_tokenizer, warm_start
+from torchrl_rloo.embedded import addition_demonstrations, build_model, build_tokenizer, warm_start
+from torchrl_rloo.embedded.resolve import EMBEDDED_TASKS
 from torchrl_rloo.embedded.warm_start import TEACHERS, _assistant_loss, _default_cache_dir, _encode_demonstrations
 
 STEPS = 8  # the recipe's 500 are too many for a unit test

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from torchrl_rloo.data import load_prompts
-from torchrl_rloo.diagnostics.checks import CHECKS, Facts, find_form_hints, probe_rewards
+from torchrl_rloo.diagnostics.checks import CHECKS, Facts, probe_rewards
+from torchrl_rloo.diagnostics.checks.probes import find_form_hints
 from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.rewards import RewardBatch, RewardFailureError, RewardRunner, boxed_accuracy
 

@@ -20,8 +20,8 @@ from support.recipes import run_recipe_here
 from support.runs import check_metric_names, read_jsonl
 from support.waiting import wait_until
 from torchrl_rloo.cli.main import recipe_file
-from torchrl_rloo.embedded import EMBEDDED_TASKS
-from torchrl_rloo.envs.tasks import TASKS
+from torchrl_rloo.embedded.resolve import EMBEDDED_TASKS
+from torchrl_rloo.envs.tasks.registry import TASKS
 
 CONFIG = recipe_file("rloo").parent / "config"
 TASK_FILES = sorted(path.stem for path in (CONFIG / "task").glob("*.yaml"))

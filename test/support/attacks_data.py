@@ -15,8 +15,7 @@ from typing import Any
 from torchrl_rloo.data import encode_preferences, load_preferences, load_prompts
 from torchrl_rloo.data.templates import encode_prompts
 from torchrl_rloo.embedded import build_tokenizer
-from torchrl_rloo.envs.tools import PARSERS
-from torchrl_rloo.envs.tools.parsers import ToolCall
+from torchrl_rloo.envs.tools.parsers import PARSERS, ToolCall
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Tool, ToolRegistry
 from torchrl_rloo.runtime import event_loop

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 from torchrl_rloo.diagnostics.transcripts import TOOL_CALL_PATTERN, find_calls
-from torchrl_rloo.envs.tasks import TASKS
+from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.envs.tools.parsers import PARSERS, RegexParser, without_thinking
 from torchrl_rloo.rewards.formats import last_block
 from torchrl_rloo.rewards.instructions import CHECKS

@@ -16,7 +16,8 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.templates import from_history, to_history
-from torchrl_rloo.embedded import CALCULATOR, GUESSING, addition_prompts, build_model, build_tokenizer
+from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
+from torchrl_rloo.embedded.resolve import CALCULATOR, GUESSING
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform

@@ -1,7 +1,7 @@
 """Agents that call the policy at an endpoint of OpenAI's or Anthropic's format."""
 
 from torchrl_rloo.agents.agents import AgentContext, CommandAgent, ContainerAgent
-from torchrl_rloo.agents.policy_endpoint import PolicyEndpoint, RoleConversation, RolePlay
+from torchrl_rloo.agents.policy_endpoint import PolicyEndpoint, RolePlay
 from torchrl_rloo.agents.transform import AgentTransform, agent_env
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "CommandAgent",
     "ContainerAgent",
     "PolicyEndpoint",
-    "RoleConversation",
     "RolePlay",
     "agent_env",
 ]

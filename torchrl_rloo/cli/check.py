@@ -117,12 +117,8 @@ def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = F
         policy: policy with the start weights.
         memory: whether to plan the memory of a step.
     """
-    from torchrl_rloo.diagnostics.checks import (
-        Facts,
-        find_form_hints,
-        probe_rewards,
-        required_columns,
-    )
+    from torchrl_rloo.diagnostics.checks import Facts, probe_rewards
+    from torchrl_rloo.diagnostics.checks.probes import find_form_hints, required_columns
     from torchrl_rloo.evaluation import sample_start
 
     # Score constructed completions, and completions of the start model

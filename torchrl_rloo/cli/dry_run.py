@@ -135,7 +135,8 @@ def write_script(problem: Any, file: Path) -> None:
         problem: prompts, rewards and tokenizer of the recipe.
         file: JSON file for :func:`load_script`.
     """
-    from torchrl_rloo.diagnostics.checks import probe_rewards, scripted_texts
+    from torchrl_rloo.diagnostics.checks import probe_rewards
+    from torchrl_rloo.diagnostics.checks.probes import scripted_texts
 
     rewards, tokenizer = problem.rewards, problem.wrapper["tokenizer"]
     scoring = {"weights": rewards.weights, "clip_range": rewards.clip_range, "executor": rewards.executor}

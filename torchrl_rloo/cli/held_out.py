@@ -15,7 +15,8 @@ from torchrl_rloo.data import PromptDataset
 from torchrl_rloo.embedded import resolve_task
 from torchrl_rloo.envs.tasks import EMBEDDED, TaskBase, conversation_settings
 from torchrl_rloo.envs.transforms import RewardTransform
-from torchrl_rloo.evaluation import Evaluation, EvaluationResult, name_scorers, write_evaluation_transcripts
+from torchrl_rloo.evaluation import Evaluation, EvaluationResult, write_evaluation_transcripts
+from torchrl_rloo.evaluation.evaluation import name_scorers
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.rewards import load_reward, reward_name
 from torchrl_rloo.run import Run

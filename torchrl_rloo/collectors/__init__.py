@@ -1,9 +1,9 @@
 """Collectors, which drive an environment with a policy."""
 
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
-from torchrl_rloo.collectors.ledger import Audit, Group, GroupLedger, GroupState, Lease, check_audit
-from torchrl_rloo.collectors.llm import CollectionProgress, LLMCollector
-from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector
+from torchrl_rloo.collectors.ledger import GroupLedger, Lease, check_audit
+from torchrl_rloo.collectors.llm import LLMCollector
+from torchrl_rloo.collectors.refill import RefillingCollector
 from torchrl_rloo.collectors.shared_source import SharedSource
 from torchrl_rloo.collectors.source import GroupSource, StepRows
 from torchrl_rloo.collectors.staleness import token_staleness
@@ -11,15 +11,10 @@ from torchrl_rloo.collectors.stored import StoredRollouts, add_missing_kl, check
 
 __all__ = [
     "AdaptiveConcurrency",
-    "Audit",
-    "CollectionProgress",
-    "Group",
     "GroupLedger",
     "GroupSource",
-    "GroupState",
     "LLMCollector",
     "Lease",
-    "RefilledBatch",
     "RefillingCollector",
     "SharedSource",
     "StepRows",

@@ -1,34 +1,17 @@
 """Embedded tokenizer, model, tasks and warm starts, for an RLOO run on CPU cores without a download."""
 
 from torchrl_rloo.embedded.addition import addition_demonstrations, addition_preferences, addition_prompts
-from torchrl_rloo.embedded.calculator import calculator_demonstrations, calculator_prompts
-from torchrl_rloo.embedded.guessing import guessing_demonstrations, guessing_prompts
 from torchrl_rloo.embedded.model import build_model
-from torchrl_rloo.embedded.resolve import (
-    ADDITION,
-    CALCULATOR,
-    EMBEDDED_TASKS,
-    GUESSING,
-    resolve_model,
-    resolve_task,
-)
+from torchrl_rloo.embedded.resolve import resolve_model, resolve_task
 from torchrl_rloo.embedded.tokenizer import build_tokenizer
 from torchrl_rloo.embedded.warm_start import warm_start
 
 __all__ = [
-    "ADDITION",
-    "CALCULATOR",
-    "EMBEDDED_TASKS",
-    "GUESSING",
     "addition_demonstrations",
     "addition_preferences",
     "addition_prompts",
     "build_model",
     "build_tokenizer",
-    "calculator_demonstrations",
-    "calculator_prompts",
-    "guessing_demonstrations",
-    "guessing_prompts",
     "resolve_model",
     "resolve_task",
     "warm_start",

@@ -10,7 +10,8 @@ from torchrl_rloo.embedded.addition import addition_prompts
 from torchrl_rloo.embedded.calculator import calculator_prompts
 from torchrl_rloo.embedded.guessing import RangedGuessNumber, guessing_prompts
 from torchrl_rloo.embedded.warm_start import TEACHERS, warm_start
-from torchrl_rloo.envs.tasks import EMBEDDED, TASKS, Mixture, Task, TaskBase, load_task
+from torchrl_rloo.envs.tasks import EMBEDDED, Mixture, Task, TaskBase, load_task
+from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.envs.text.adapters import wrap
 from torchrl_rloo.envs.text.transform import TextEnvTransform
 from torchrl_rloo.envs.tools.calculator import calculator
@@ -73,7 +74,7 @@ def resolve_task(name: str = ADDITION.name, mixture: Mapping[str, Mapping[str, A
     """Return the task of a name, or a mixture of tasks.
 
     Args:
-        name: name in ``EMBEDDED_TASKS`` or :data:`~torchrl_rloo.envs.tasks.TASKS`, a dotted path
+        name: name in ``EMBEDDED_TASKS`` or ``torchrl_rloo.envs.tasks.registry.TASKS``, a dotted path
             (:func:`~torchrl_rloo.envs.tasks.load_task`), or ``"mixture"``.
         mixture: ``weight`` (default 1) and arguments of :meth:`Task.load`, such as ``source``, for each task of a
             mixture. A number is the weight, and None leaves the task out.

@@ -2,7 +2,7 @@
 
 from torchrl_rloo.evaluation.calibration import Calibration, calibrate, write_calibration
 from torchrl_rloo.evaluation.comparison import Comparison, compare
-from torchrl_rloo.evaluation.evaluation import Evaluation, completion_table, name_scorers, write_evaluation_transcripts
+from torchrl_rloo.evaluation.evaluation import Evaluation, completion_table, write_evaluation_transcripts
 from torchrl_rloo.evaluation.result import EvaluationResult
 from torchrl_rloo.evaluation.start import sample_start
 
@@ -14,7 +14,6 @@ __all__ = [
     "calibrate",
     "compare",
     "completion_table",
-    "name_scorers",
     "sample_start",
     "write_calibration",
     "write_evaluation_transcripts",

@@ -22,7 +22,6 @@ from torchrl_rloo.rewards.protocol import (
     RewardFunction,
     TrainerState,
     call_reward,
-    call_reward_async,
     final_text,
     reward_name,
 )
@@ -77,7 +76,6 @@ __all__ = [
     "accuracy_reward",
     "boxed_accuracy",
     "call_reward",
-    "call_reward_async",
     "final_text",
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",

@@ -25,7 +25,7 @@ from torchrl_rloo.diagnostics.checks import (
 )
 from torchrl_rloo.embedded import addition_prompts
 from torchrl_rloo.embedded.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from torchrl_rloo.envs.tasks import TASKS
+from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.rewards.executors import ThreadExecutor
 

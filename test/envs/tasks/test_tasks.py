@@ -11,7 +11,8 @@ import pytest
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.envs.tasks import TASKS, load_task
+from torchrl_rloo.envs.tasks import load_task
+from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 

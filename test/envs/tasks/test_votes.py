@@ -8,7 +8,7 @@ import pytest
 
 from support.answers import CHOICES, MATH, NUMBERS
 from torchrl_rloo.embedded.resolve import TASKS as EMBEDDED_TASKS
-from torchrl_rloo.envs.tasks import TASKS
+from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.evaluation.statistics import maj_at_k
 from torchrl_rloo.rewards.matching import boxed_answer
 

@@ -22,15 +22,8 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper
 from torchrl_rloo.envs.stepping import open_rows
-from torchrl_rloo.envs.text import (
-    GuessNumber,
-    Outcome,
-    TextEnvTransform,
-    TextSession,
-    TextTask,
-    seed_dataset,
-    text_env,
-)
+from torchrl_rloo.envs.text import GuessNumber, Outcome, TextEnvTransform, TextSession, TextTask, text_env
+from torchrl_rloo.envs.text.transform import seed_dataset
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
 from torchrl_rloo.modules import vLLMWrapper
 from torchrl_rloo.runtime import event_loop

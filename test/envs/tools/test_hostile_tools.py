@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from support.waiting import PATIENCE
-from torchrl_rloo.envs.tools import PARSERS
-from torchrl_rloo.envs.tools.parsers import MalformedCall, ToolCall, ToolResult
+from torchrl_rloo.envs.tools.parsers import PARSERS, MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Columns, Tool, ToolRegistry, tool
 from torchrl_rloo.runtime import event_loop

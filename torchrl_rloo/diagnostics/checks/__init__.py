@@ -1,7 +1,7 @@
 """Checks before the first step: a table of pure functions from the facts of a run to findings in words."""
 
 from torchrl_rloo.diagnostics.checks.base import Check, Facts, Finding, Probe, Sample, run_checks, summarize
-from torchrl_rloo.diagnostics.checks.probes import find_form_hints, probe_rewards, required_columns, scripted_texts
+from torchrl_rloo.diagnostics.checks.probes import probe_rewards
 from torchrl_rloo.diagnostics.checks.table import CHECKS, signal_probability
 
 __all__ = [
@@ -11,11 +11,8 @@ __all__ = [
     "Finding",
     "Probe",
     "Sample",
-    "find_form_hints",
     "probe_rewards",
-    "required_columns",
     "run_checks",
-    "scripted_texts",
     "signal_probability",
     "summarize",
 ]

@@ -3,7 +3,7 @@
 from torchrl_rloo.envs.tools.browser import Browser
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.mcp import MCPTools
-from torchrl_rloo.envs.tools.parsers import PARSERS, MalformedCall, PythonBlocks, RegexParser, ToolCall, ToolResult
+from torchrl_rloo.envs.tools.parsers import RegexParser, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.tools.search import SearchTool
 from torchrl_rloo.envs.tools.session import ToolSession
@@ -11,13 +11,10 @@ from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, ToolRe
 from torchrl_rloo.envs.tools.workspace import FileEditTool, ShellTool, Workspace
 
 __all__ = [
-    "PARSERS",
     "Browser",
     "Columns",
     "FileEditTool",
     "MCPTools",
-    "MalformedCall",
-    "PythonBlocks",
     "PythonInterpreter",
     "RegexParser",
     "SearchTool",

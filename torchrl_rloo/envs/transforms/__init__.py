@@ -5,14 +5,7 @@ from torchrl_rloo.envs.transforms.feedback import FeedbackTransform, UserSimulat
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
 from torchrl_rloo.envs.transforms.repository import RepositoryTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform, TurnRewardTransform
-from torchrl_rloo.envs.transforms.shaping import (
-    CalibrateScores,
-    ClipRewards,
-    NormalizeRewards,
-    ScoreNames,
-    ShapingTransform,
-    TruncationPolicy,
-)
+from torchrl_rloo.envs.transforms.shaping import CalibrateScores, ClipRewards, NormalizeRewards, ShapingTransform
 from torchrl_rloo.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_rloo.envs.transforms.tools import BrowserTransform, ToolTransform
 
@@ -28,10 +21,8 @@ __all__ = [
     "NormalizeRewards",
     "RepositoryTransform",
     "RewardTransform",
-    "ScoreNames",
     "ShapingTransform",
     "ToolTransform",
-    "TruncationPolicy",
     "TurnRewardTransform",
     "UserSimulator",
     "add_reference_kl",
