@@ -41,7 +41,8 @@ def launched(fork_server, tmp_path):
     ("source", "expected", "line"),
     [
         ("print(rank, size, os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])", 0, ""),
-        ("sys.exit(4 if rank == 2 else 75)", 4, ""),  # 75 is the code of a rank that ends because of another
+        # A rank that ends because of another one is stopped by the launcher, or has the code 75
+        ("if rank == 2: sys.exit(4)\nif rank: signal.signal(15, signal.SIG_IGN)\ntime.sleep(6)\nsys.exit(75)", 4, ""),
         ("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(1000)", 137, "error: rank 1 was killed by SIGKILL\n"),
     ],
 )

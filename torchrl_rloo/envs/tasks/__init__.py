@@ -4,11 +4,12 @@ from torchrl_rloo.envs.tasks.base import EMBEDDED, Task, TaskBase
 from torchrl_rloo.envs.tasks.conversation import conversation_settings
 from torchrl_rloo.envs.tasks.custom import CUSTOM
 from torchrl_rloo.envs.tasks.mixture import Mixture
-from torchrl_rloo.envs.tasks.registry import load_task
+from torchrl_rloo.envs.tasks.registry import TASKS, load_task
 
 __all__ = [
     "CUSTOM",
     "EMBEDDED",
+    "TASKS",
     "Mixture",
     "Task",
     "TaskBase",

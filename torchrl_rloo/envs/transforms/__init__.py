@@ -5,7 +5,13 @@ from torchrl_rloo.envs.transforms.feedback import FeedbackTransform, UserSimulat
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
 from torchrl_rloo.envs.transforms.repository import RepositoryTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform, TurnRewardTransform
-from torchrl_rloo.envs.transforms.shaping import CalibrateScores, ClipRewards, NormalizeRewards, ShapingTransform
+from torchrl_rloo.envs.transforms.shaping import (
+    CalibrateScores,
+    ClipRewards,
+    NormalizeRewards,
+    ScoreNames,
+    ShapingTransform,
+)
 from torchrl_rloo.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_rloo.envs.transforms.tools import BrowserTransform, ToolTransform
 
@@ -21,6 +27,7 @@ __all__ = [
     "NormalizeRewards",
     "RepositoryTransform",
     "RewardTransform",
+    "ScoreNames",
     "ShapingTransform",
     "ToolTransform",
     "TurnRewardTransform",
