@@ -633,7 +633,7 @@ def evaluate(run: Run, cfg: Config, source: SharedSource, evaluations: dict[str,
     """Evaluate on the held-out prompts."""
     with run.time("eval"):
         results = source.on_main(partial(evaluate_now, cfg, run.step, source, evaluations), "evaluation")
-        held_out.log_evaluation(run, run.step, results or {}, cfg.log)  # none on the other ranks
+        held_out.log_evaluation(run, results or {}, cfg.log)  # none on the other ranks
 
 
 def evaluate_now(

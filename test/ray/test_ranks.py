@@ -20,9 +20,9 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 LAUNCHER = """
 import sys
-from torchrl_rloo.runtime import ranks_launch
+from torchrl_rloo.ray import ranks
 from torchrl_rloo.ray.ranks import launch_on_ray
-ranks_launch._END_S = 1.0
+ranks._END_S = 1.0
 raise SystemExit(launch_on_ray(["-c", sys.argv[1]], 2, resources={"CPU": 0.5}))
 """
 # Ranks that train nothing: they meet, find the cluster, and one of them may fail

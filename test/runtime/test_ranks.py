@@ -20,8 +20,7 @@ from torch import distributed
 
 from support.fork_server import ForkedProcess
 from support.processes import is_gone
-from torchrl_rloo.runtime.ranks import RankError, Ranks
-from torchrl_rloo.runtime.ranks_launch import EXIT_CODE
+from torchrl_rloo.runtime.ranks import EXIT_CODE, RankError, Ranks
 
 SIZE = 3
 STEPS = 4

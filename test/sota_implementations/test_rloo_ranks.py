@@ -20,7 +20,7 @@ from support.fork_server import ForkedProcess
 from support.waiting import wait_until
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.run.checkpoint import saved_steps
-from torchrl_rloo.runtime.ranks_launch import EXIT_CODE
+from torchrl_rloo.runtime.ranks import EXIT_CODE
 
 KILLS = int(os.environ.get("RANK_KILLS", "1"))  # raise it for a longer test
 STEPS = 8

@@ -154,13 +154,13 @@ def run_evaluations(
     return results
 
 
-def log_evaluation(run: Run, step: int, results: dict[str, EvaluationResult], log: LogConfig) -> None:
+def log_evaluation(run: Run, results: dict[str, EvaluationResult], log: LogConfig) -> None:
     """Log metrics of each set at the step of the weights, and a table of its greedy completions."""
     for name, result in results.items():
-        run.log(result.metrics_of_set(name), step=step)
+        run.log(result.metrics_of_set(name))
         if log.samples:
-            page = f"transcripts/{_page(name, step)}" if log.transcripts else None
-            run.log_table(f"held-out completions{_of(name)}", result.table(log.samples, page=page), step=step)
+            page = f"transcripts/{_page(name, run.step)}" if log.transcripts else None
+            run.log_table(f"held-out completions{_of(name)}", result.table(log.samples, page=page))
 
 
 def _of(name: str) -> str:

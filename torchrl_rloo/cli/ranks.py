@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from torchrl_rloo.runtime import reaper
-from torchrl_rloo.runtime.ranks_launch import EXIT_CODE, QUIET
+from torchrl_rloo.runtime.ranks import EXIT_CODE, QUIET
 
 _GRACE_S = 5.0  # between the failure of a rank and the end of the others
 

@@ -116,19 +116,7 @@ class RunLogger:
             TypeError: if a value is not a number.
             ValueError: if a name is ``step``.
         """
-        shown = self._log(step, metrics, timings or {})
-        self._progress.show(step, {name: shown[name] for name in self._headline if name in shown})
-        if self._digest is not None and (text := self._digest.text({"step": step, **shown})):
-            self._progress.write(text)
-
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics that were measured after the entry of their step, as another entry of it."""
-        found = self._log(step, metrics, {})
-        headline = [f"{name}: {found[name]:.4g}" for name in self._headline if name in found]
-        self._progress.write("  ".join([f"step {step}", *headline]))
-
-    def _log(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:
-        values, times = _numbers(metrics, "metrics"), _numbers(timings, "timings")
+        values, times = _numbers(metrics, "metrics"), _numbers(timings or {}, "timings")
         self._open()
         self._append("metrics", [{"step": step, **_without_infinities(values)}])
         if times:
@@ -136,10 +124,13 @@ class RunLogger:
         for logger, name in zip(self._loggers, self._logger_names, strict=True):
             with explained(self.directory / name):
                 logger.log_metrics({**values, **times}, step=step)
-        return values | times
+        shown = values | times
+        self._progress.show(step, {name: shown[name] for name in self._headline if name in shown})
+        if self._digest is not None and (text := self._digest.text({"step": step, **shown})):
+            self._progress.write(text)
 
     def log_phase(self, phase: str | None) -> None:
-        """Show the phase of the run, or None, in the progress bar and in loggers that have a place for it."""
+        """Show the phase of the run in the progress bar; None between two phases."""
         self._progress.show_phase(phase)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:

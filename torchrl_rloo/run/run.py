@@ -190,7 +190,6 @@ class Run:
         self.timer, self._stop, self._stack = StepTimer(self.logger.log_phase), StopSignal(), ExitStack()
         self.metrics: dict[str, float] = {}
         self._cpu_before, self._timings = 0.0, {}
-        self._late: dict[int, dict[str, float]] = {}
 
     def __enter__(self) -> Run:
         with ExitStack() as stack:  # an error on the way unlocks the directory
@@ -270,29 +269,20 @@ class Run:
         """Return the wall-clock seconds of a phase in the current step."""
         return self.timer.seconds(phase)
 
-    def log(
-        self, metrics: Mapping[str, float], *, timings: Mapping[str, float] | None = None, step: int | None = None
-    ) -> None:
-        """Add metrics to the current step, or to an earlier one, of which the rules of ``health`` hear now.
+    def log(self, metrics: Mapping[str, float], *, timings: Mapping[str, float] | None = None) -> None:
+        """Add metrics to the current step.
 
         Args:
             metrics: numbers that are equal for equal seeds.
             timings: numbers that depend on the clock, written to a separate file.
-            step: step that the metrics belong to; None is the current one.
-
-        Raises:
-            ValueError: if ``step`` is above the current one.
         """
-        if step is not None and step > self.step:
-            raise ValueError(f"step={step} must be at most the current step {self.step}")
-        late = step is not None and step < self.step
-        (self._late.setdefault(step, {}) if late else self.metrics).update(metrics)
+        self.metrics.update(metrics)
         self._timings.update(timings or {})
 
-    def log_table(self, name: str, rows: list[Mapping[str, Any]], *, step: int | None = None) -> None:
-        """Log samples at the current step, or at an earlier one, on rank 0; see :meth:`RunLogger.log_table`."""
+    def log_table(self, name: str, rows: list[Mapping[str, Any]]) -> None:
+        """Log samples at the current step, on rank 0; see :meth:`RunLogger.log_table`."""
         if self.ranks.is_main:
-            self.logger.log_table(self.step if step is None else step, name, rows)
+            self.logger.log_table(self.step, name, rows)
 
     def first_and_last(self, name: str) -> tuple[float, float]:
         """Return the first and the last logged value of a metric, or NaN if there is none."""
@@ -326,16 +316,12 @@ class Run:
 
     def _write(self) -> None:
         metrics, timings, self.metrics, self._timings = self.metrics, self._timings, {}, {}
-        late, self._late = self._late, {}
-        if self.ranks.is_main:
-            for step, earlier in late.items():
-                self.logger.log_late(step, earlier)
         if metrics or timings:
             timings = self.timer.take() | timings | {"cpu_seconds": self.cpu_seconds}
             if self.ranks.is_main:
                 self.logger.log(self.step, metrics, timings=timings)
         # All ranks meet there, also one that logged nothing
-        self._check_health({k: v for entry in (*late.values(), metrics) for k, v in entry.items()}, timings)
+        self._check_health(metrics, timings)
 
     def _check_health(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
         """Evaluate the rules on rank 0; on all ranks, raise if one of them ends the run or takes it back."""

@@ -17,11 +17,12 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchrl_rloo.runtime.ranks_launch import EXIT_CODE
 from torchrl_rloo.runtime.threads import PackageThread
 
 __all__ = ["RANK_TIMEOUT_S", "RankError", "Ranks"]
 
+EXIT_CODE = 75  # exit status of a rank that ends because another one failed (EX_TEMPFAIL)
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}  # variables of the ranks except 0
 RANK_TIMEOUT_S = 7200.0  # seconds that a rank waits for the others in one call; rank 0 may sample or evaluate for long
 _STORE_S = 5.0  # for an answer of the store, whose process may be stopped
 
