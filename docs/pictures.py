@@ -15,9 +15,9 @@ INK, LINE = "#1d2733", "#7a8694"
 BLUE, GREEN, AMBER, ROSE, GRAY = "#d6e6fb", "#d5f0dc", "#fdebc8", "#fadadd", "#e6e9ee"
 
 COLUMNS = {  # horizontal position of each folder in the module map, in pixels; its height follows from imports
-    "run": 80, "cli": 160, "evaluation": 300, "diagnostics": 300, "collectors": 300, "envs": 300, "engines": 300,
+    "run": 80, "cli": 80, "evaluation": 320, "diagnostics": 320, "collectors": 320, "envs": 320, "engines": 320,
     "functional": 400, "weight_update": 240, "data": 520, "rewards": 620, "modules": 520, "objectives": 620,
-    "replay": 620, "training": 720, "embedded": 560, "ray": 440, "agents": 160, "runtime": 620, "sandbox": 760,
+    "replay": 620, "training": 720, "embedded": 600, "ray": 490, "agents": 160, "runtime": 620, "sandbox": 760,
 }  # fmt: skip
 STAGES = (  # who acts, what it does, the keys of data/keys.py that it writes, fill
     ("DataLoadingPrimer", "draws a prompt and copies it once for each generation", ("QUERY", "GROUP_ID"), BLUE),
