@@ -13,7 +13,7 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/'
 
 train: $(TRAIN_ENV)/.installed  ## train the default task; ARGS="key=value ..." overrides the configuration
-	@$(TRAIN_ENV)/bin/python sota_implementations/rloo/rloo_sync.py $(ARGS)
+	@$(TRAIN_ENV)/bin/python sota_implementations/rloo/rloo.py $(ARGS)
 
 test: lint  ## lint, then run every test and doctest; ARGS="-k word" goes to pytest
 	$(TEST_ENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)

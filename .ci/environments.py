@@ -71,7 +71,7 @@ ADDED = {"ray-jobs": ("from ray.scripts.scripts import cli; cli(['job', 'submit'
 # What says which extra is missing, but takes long or needs a GPU with it
 REFUSED = {
     "ray": (
-        f"torchrl-rloo run rloo_async model.name=MODEL {OPTIONS}",
+        f"torchrl-rloo run rloo inference=ray_transformers model.name=MODEL {OPTIONS}",
         "torchrl-rloo run --ranks 2 --on-ray rloo",
     ),
     "vllm": (f"{RLOO} inference=vllm", "torchrl-rloo serve MODEL"),

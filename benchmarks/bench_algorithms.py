@@ -2,7 +2,7 @@
 
     python benchmarks/bench_algorithms.py [--start clean] [--methods rloo grpo ...] [--seeds 0 1 2] [--steps 150]
 
-Each run is `rloo_sync.py` with one setting changed and two optimizer steps per rollout batch, so that ratios and clips
+Each run is `rloo.py` with one setting changed and two optimizer steps per rollout batch, so that ratios and clips
 act on the second. `--start sloppy` begins at the default warm start on a sloppy teacher, where the model must learn to
 prefer the better demonstrations. `--start clean` begins at a warm start of 200 steps on a teacher without errors, where
 the model must find what it cannot do yet.
@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "sota_implementations" / "rloo" / "rloo_sync.py"
+SCRIPT = ROOT / "sota_implementations" / "rloo" / "rloo.py"
 METHODS = {
     "rloo": ["algorithm=rloo"],
     "reinforce": ["algorithm=rloo", "advantage.estimator=reinforce"],

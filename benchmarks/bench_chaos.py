@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 
 from torchrl_rloo.collectors.ledger import check_audit
 
-RECIPE = Path(__file__).parents[1] / "sota_implementations" / "rloo" / "rloo_sync.py"
+RECIPE = Path(__file__).parents[1] / "sota_implementations" / "rloo" / "rloo.py"
 EFFECTS = {
     "kill": "requests go to the other engine with the same seeds; the engine is restarted and filled",
     "hang": "the engine does not answer and is killed; then as above",

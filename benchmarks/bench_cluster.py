@@ -156,7 +156,7 @@ def train_on_cluster(folder: Path, settings: list[str], kill_at: int, join_at: i
             cluster.add_node(num_cpus=4, resources=PLACES)
         faults = Faults(cluster, folder, kill_at, join_at)
         settings = [*settings, *ON_CLUSTER, f"ray.address={cluster.address}"]
-        figures = train("rloo_async", folder, settings, faults.watch)
+        figures = train("rloo", folder, settings, faults.watch)
     finally:
         cluster.shutdown()
     return figures | {"events": faults.events}

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[1] / "sota_implementations" / "rloo" / "rloo_sync.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "sota_implementations" / "rloo" / "rloo.py"
 ACCURACY = "torchrl_rloo.rewards.boxed_accuracy"
 CONTROLS = {
     "none": [],

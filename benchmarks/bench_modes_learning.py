@@ -1,4 +1,4 @@
-"""Learning curves of the four modes of the recipe `rloo_async` on the built-in calculator task.
+"""Learning curves of the four modes of the recipe `rloo` on a cluster, on the built-in calculator task.
 
     python benchmarks/bench_modes_learning.py --seeds 0 --picture modes.svg
 
@@ -26,6 +26,7 @@ MODES = {
     "partial": ["collector.max_staleness=2", "inference.updater.in_flight=continue"],
 }
 COMMON = [
+    "inference=ray_transformers",
     "task=calculator",
     "eval.every=3",
     "data.eval_size=64",
@@ -45,7 +46,7 @@ def train(mode: str, seed: int, args: argparse.Namespace) -> Path:
     """Run the recipe, unless it has finished, and return its folder."""
     folder = args.directory / f"{mode}-{seed}"
     if not (folder / "report.html").exists():
-        command = [sys.executable, "-m", "torchrl_rloo.cli.main", "run", "rloo_async", *COMMON, *MODES[mode]]
+        command = [sys.executable, "-m", "torchrl_rloo.cli.main", "run", "rloo", *COMMON, *MODES[mode]]
         command += [f"seed={seed}", f"plan.steps={args.steps}", f"output_dir={folder.resolve()}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder

@@ -138,7 +138,7 @@ def _group_table(group: str) -> str:
 
 
 def _configuration_page(name: str) -> str:
-    from torchrl_rloo.cli.schema import iter_settings
+    from torchrl_rloo.cli.fields import iter_settings
 
     config = load_recipe(name).Config
     lines = [
@@ -147,26 +147,16 @@ def _configuration_page(name: str) -> str:
         f"`torchrl-rloo run {name}`" if name != "evaluate" else "`torchrl-rloo evaluate`",
     ]
     lines += ["", "## Top level", "", *_HEADER]
-    for setting, default, comment in iter_settings(config):
-        if not default:
-            lines += ["", f"## {setting}", "", *([_plain(_sentence(comment)), ""] if comment else []), *_HEADER]
+    for setting in iter_settings(config):
+        name, comment = setting.name, setting.comment
+        if not setting.default:
+            lines += ["", f"## {name}", "", *([_plain(_sentence(comment)), ""] if comment else []), *_HEADER]
         else:
-            lines.append(f"| `{setting}` | `{_cell(default)}` | {_cell(limits(setting))} | {_plain(comment)} |")
+            lines.append(f"| `{name}` | `{_cell(setting.default)}` | {_cell(setting.limits)} | {_plain(comment)} |")
     return "\n".join(lines) + "\n"
 
 
 _HEADER = ("| Setting | Default | Allowed | Meaning |", "| --- | --- | --- | --- |")
-
-
-def limits(setting: str) -> str:
-    """Return the range or the choices of a setting; empty where its type says all."""
-    from torchrl_rloo.cli.values import ABOVE_0, AT_LEAST, AT_MOST_1, CHOICES
-
-    if setting in CHOICES:
-        return ", ".join(f"`{choice}`" for choice in CHOICES[setting])
-    low = next((f"≥ {low}" for low, names in AT_LEAST.items() if setting in names), "")
-    low = low or ("> 0" if setting in ABOVE_0 else "")
-    return ", ".join(filter(None, [low, "≤ 1" if setting in AT_MOST_1 else ""]))
 
 
 @cache

@@ -21,9 +21,9 @@ from torchrl.data import ReplayBuffer
 import torchrl_rloo
 from support.recipes import settings
 from support.setting_names import SETTINGS, exists
+from torchrl_rloo.cli.fields import non_null_fields
 from torchrl_rloo.cli.main import RECIPES, STORED
 from torchrl_rloo.cli.main import _parser as command_parser
-from torchrl_rloo.cli.schema import non_null_fields
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.diagnostics import DEFINITIONS
@@ -166,7 +166,7 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")], ids=identify)
 def test_commands_have_settings_that_exist(page: Path, tmp_path: Path, monkeypatch):
-    for module in ("config", "eval_config"):  # files are the user's, or of earlier runs
+    for module in ("config", "rloo_sections"):  # files are the user's, or of earlier runs
         monkeypatch.setattr(f"torchrl_rloo.cli.{module}.check_path", lambda *_: None)
     for program, *arguments in commands(page, tmp_path):
         if program == "torchrun":  # with the launcher's options before the command

@@ -196,7 +196,7 @@ plt.show()
 #
 # ```bash
 # torchrl-rloo run rloo task=custom data.source=sums.jsonl data.prompt_column=question data.eval_size=32 \
-#     data.column_map='{total: answer}' data.columns='[answer]' \
+#     data.column_map='{total: answer}' \
 #     data.system_prompt='Think, then put the answer in \boxed{}.' \
 #     reward.functions='[my_rewards.right_number, my_rewards.in_a_box]' reward.weights='[1, 0.2]' \
 #     generate.max_new_tokens=32 plan.steps=40 output_dir=outputs/sums

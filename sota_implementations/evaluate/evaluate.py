@@ -1,7 +1,7 @@
 """Evaluate a checkpoint on held-out prompts, greedily and by sampling, with confidence intervals.
 
 Examples:
-  evaluate.py model.name=outputs/rloo_sync/addition/seed0/model         evaluate a trained model on its held-out prompts
+  evaluate.py model.name=outputs/rloo/addition/seed0/model         evaluate a trained model on its held-out prompts
   evaluate.py checkpoint=outputs/mine/checkpoints/step_00000010.pt      evaluate a checkpoint while its run continues
   evaluate.py model.name=... compare=outputs/evaluate/base              test it against an earlier result, paired
   evaluate.py compare=[outputs/evaluate/base,outputs/evaluate/trained]  only test the second result against the first
@@ -12,12 +12,11 @@ Examples:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torchrl_rloo.cli import config as c
-from torchrl_rloo.cli import sampling_config as s
+from torchrl_rloo.cli.fields import Count, OneOf, Whole, non_null_fields
 from torchrl_rloo.cli.recipe import parse_args, run_recipe
-from torchrl_rloo.cli.schema import non_null_fields
 
 
 @dataclass
@@ -25,11 +24,11 @@ class ScoringConfig:
     """Completions to sample and scorers to apply."""
 
     scorers: dict[str, Any] = field(default_factory=dict)  # scorers by name, headline first; {}: the task's
-    num_samples: int = 8  # sampled completions of each prompt; 0: only the greedy one
+    num_samples: Whole = 8  # sampled completions of each prompt; 0: only the greedy one
     ks: list[int] | None = None  # values of k for pass@k and maj@k; null: half and all of num_samples
     greedy: bool = True  # add one greedy completion of each prompt
     votes: Any = None  # dotted path of a function from text to answer, for maj@k; null: the task's; false: no maj@k
-    batch_size: int = 256  # conversations per batch
+    batch_size: Count = 256  # conversations per batch
     transcripts: bool = False  # write a page of the conversations, token by token
 
     def __post_init__(self):
@@ -41,9 +40,9 @@ class Config:
     """Settings of an evaluation."""
 
     seed: int = 0  # seed of samples, held-out prompts and the built-in model's warm start
-    threads: int | None = 1  # CPU threads; null: torch's choice
+    threads: Count | None = 1  # CPU threads; null: torch's choice
     output_dir: str = "outputs/evaluate/${now:%Y-%m-%d_%H-%M-%S}"  # directory of completions, metrics and comparison
-    format: str = "parquet"  # file format of the completions: parquet or jsonl
+    format: Annotated[str, OneOf("parquet", "jsonl")] = "parquet"  # file format of the completions: parquet or jsonl
     label: str | None = None  # name in tables and figures; null: model.name
     checkpoint: str | None = None  # checkpoint of a run with the same model and lora, whose weights are evaluated
     lora: dict[str, Any] | None = None  # adapter of the checkpoint's run; null: none
@@ -52,9 +51,9 @@ class Config:
     task: c.TaskConfig = field(default_factory=c.TaskConfig)
     model: c.ModelConfig = field(default_factory=c.ModelConfig)
     data: c.DataConfig = field(default_factory=c.DataConfig)  # prompts; the same as in training gives its held-out ones
-    generate: s.GenerateConfig = field(default_factory=s.GenerateConfig)
-    environment: s.EnvironmentConfig = field(default_factory=s.EnvironmentConfig)
-    inference: s.InferenceConfig = field(default_factory=s.InferenceConfig)  # engine; other settings have no effect
+    generate: c.GenerateConfig = field(default_factory=c.GenerateConfig)
+    environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
+    inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)  # engine; other settings have no effect
     eval: ScoringConfig = field(default_factory=ScoringConfig)
 
     unused: ClassVar = ("model.gradient_checkpointing", "inference.updater", "inference.self_test", "inference.sleep")
@@ -83,9 +82,9 @@ from hydra.utils import get_method, instantiate
 from transformers import PreTrainedModel
 
 from torchrl_rloo.data import PromptDataset
-from torchrl_rloo.embedded import resolve_model, resolve_task
+from torchrl_rloo.embedded import resolve_model
 from torchrl_rloo.engines import Engine
-from torchrl_rloo.envs.tasks import TaskBase, conversation_settings
+from torchrl_rloo.envs.tasks import TaskBase
 from torchrl_rloo.evaluation import Evaluation, EvaluationResult, compare, write_evaluation_transcripts
 from torchrl_rloo.evaluation.result import check_format
 from torchrl_rloo.modules import (
@@ -93,7 +92,6 @@ from torchrl_rloo.modules import (
     TurnPolicy,
     add_adapter,
     context_length,
-    load_model,
     load_tokenizer,
     vLLMWrapper,
 )
@@ -119,13 +117,11 @@ def main(cfg: Config) -> None:
 def evaluate(cfg: Config, output: Path) -> EvaluationResult:
     """Complete and score the held-out prompts, save the result, and print it as text and as one line of JSON."""
     # Load task, policy, and the transforms that answer its turns
-    task = resolve_task(**non_null_fields(cfg.task))
+    task = cfg.task.make()
     policy, engine = make_policy(cfg, str(resolve_model(cfg.model.name, cfg.seed, task.name, log=print)))
-    limits, context = (
-        non_null_fields(cfg.environment, "transforms"),
-        engine.context_length if engine else context_length(policy.model),
+    make_transforms, chat = cfg.environment.make(
+        task, engine.context_length if engine else context_length(policy.model)
     )
-    make_transforms, chat = conversation_settings(task, cfg.environment.transforms, limits, context)
     with engine or nullcontext():
         prompts = held_out_prompts(cfg, task, policy.tokenizer)
         print(f"{cfg.model.name}: {len(prompts)} held-out prompts of task {task.name}", flush=True)
@@ -162,10 +158,10 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
 
 def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
     """Load the policy, and the engine that samples for it; None if the Hugging Face model samples."""
-    turns, arguments = {"generate_kwargs": {"seed": cfg.seed} | non_null_fields(cfg.generate)}, cfg.inference.engine
+    turns, arguments = {"generate_kwargs": cfg.generate.arguments(cfg.seed)}, cfg.inference.engine
     # Without an engine the Hugging Face model samples
     if arguments is None:
-        model, tokenizer = load_model(name, **non_null_fields(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
+        model, tokenizer = cfg.model.load(name)
         if cfg.checkpoint is not None:
             model = model if cfg.lora is None else add_adapter(model, cfg.lora)
             load_checkpoint(model, Path(cfg.checkpoint))
@@ -189,7 +185,7 @@ def load_checkpoint(model: PreTrainedModel, path: Path) -> None:
 def held_out_prompts(cfg: Config, task: TaskBase, tokenizer: object) -> PromptDataset:
     """Load the prompts that training with these settings holds out, or only ``eval_source``."""
     if cfg.data.eval_source is None or cfg.data.source is not None:
-        return task.load(**non_null_fields(cfg.data), seed=cfg.seed, tokenizer=tokenizer)[1]
+        return cfg.data.load(task, tokenizer, cfg.seed)[1]
     options = non_null_fields(cfg.data, "eval_source", "eval_split")
     options |= {"split": cfg.data.eval_split} if cfg.data.eval_split else {}
     return task.load_held_out(cfg.data.eval_source, **options, tokenizer=tokenizer)

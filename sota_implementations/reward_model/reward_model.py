@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchrl_rloo.cli import config as c
+from torchrl_rloo.cli.fields import Count, DType, Positive, Whole, non_null_fields
 from torchrl_rloo.cli.recipe import command_line, parse_args, run_recipe
-from torchrl_rloo.cli.schema import non_null_fields
 
 
 @dataclass
@@ -23,7 +23,7 @@ class ModelConfig:
     """Model to train and how to load it."""
 
     name: str = "embedded"  # hub id or local directory of a causal model or one-label classifier; or embedded
-    dtype: str = "float32"  # data type of the trained weights: float32 or float64; fewer bits lose small steps
+    dtype: DType = "float32"  # data type of the trained weights: float32 or float64; fewer bits lose small steps
     device: str = "cpu"  # device of the model: cpu or cuda
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of from_pretrained
 
@@ -36,11 +36,11 @@ class PairsConfig:
     type: str = "chat_template.argilla_chat"  # layout of the rows, as listed by load_preferences
     split: str = "train"  # split of source
     name: str | None = None  # configuration of a hub dataset; null: its default
-    limit: int | None = None  # number of rows of source to read; null: all
+    limit: Count | None = None  # number of rows of source to read; null: all
     eval_source: str | None = None  # held-out pairs in the same layout; null: split off source by prompt
     eval_split: str | None = None  # split of eval_source; null: the same as of source
-    eval_size: int = 512  # largest number of held-out pairs
-    max_length: int | None = None  # drop conversations longer than this, in tokens; null: the model's context
+    eval_size: Count = 512  # largest number of held-out pairs
+    max_length: Count | None = None  # drop conversations longer than this, in tokens; null: the model's context
     options: dict[str, Any] = field(default_factory=dict)  # arguments of load_preferences: {drop_bad_rows: true}
 
     def __post_init__(self):
@@ -54,10 +54,10 @@ class PairsConfig:
 class TrainConfig:
     """Training steps."""
 
-    steps: int = 300  # number of optimizer steps
-    pairs_per_step: int = 32  # preference pairs per optimizer step
-    micro_batch_size: int | None = None  # pairs per forward and backward pass; null: all of a step
-    max_grad_norm: float | None = 1.0  # largest norm of the gradient; null: no clipping
+    steps: Count = 300  # number of optimizer steps
+    pairs_per_step: Count = 32  # preference pairs per optimizer step
+    micro_batch_size: Count | None = None  # pairs per forward and backward pass; null: all of a step
+    max_grad_norm: Positive | None = 1.0  # largest norm of the gradient; null: no clipping
 
 
 @dataclass
@@ -73,9 +73,9 @@ class LossConfig:
 class EvalConfig:
     """Evaluation on held-out pairs."""
 
-    every: int = 50  # steps between evaluations; 0: only before the first and after the last step
-    batch_size: int = 64  # pairs per batch
-    bins: int = 10  # bins of the reliability curve
+    every: Whole = 50  # steps between evaluations; 0: only before the first and after the last step
+    batch_size: Count = 64  # pairs per batch
+    bins: Count = 10  # bins of the reliability curve
 
 
 @dataclass
@@ -106,8 +106,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_rloo.data import keys, load_preference_splits
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.diagnostics import DEFINITIONS, write_report
-from torchrl_rloo.diagnostics.health import make_health
 from torchrl_rloo.embedded import addition_preferences, resolve_model
 from torchrl_rloo.evaluation import Calibration, calibrate, write_calibration
 from torchrl_rloo.evaluation.calibration import CALIBRATION_PLOT
@@ -115,8 +113,8 @@ from torchrl_rloo.modules import context_length, save_model
 from torchrl_rloo.modules.heads import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import merge_outputs
 from torchrl_rloo.objectives.preference import RewardModelLoss
-from torchrl_rloo.run import Run, check_resumable, repeat_after_rollback
-from torchrl_rloo.training import accumulate, check_optimizer, make_optimizer, make_schedule, optimizer_step
+from torchrl_rloo.run import Run, repeat_after_rollback
+from torchrl_rloo.training import accumulate, optimizer_step
 
 PARTS = ("chosen", "rejected")
 HEADLINE = ("loss", "rewards/accuracy", "eval/pair_accuracy", "time/step")
@@ -130,9 +128,9 @@ def main(cfg: Config) -> None:
 
 def train(cfg: Config) -> None:
     # Load model and pairs
-    health = make_health(**asdict(cfg.health))
-    check_resumable(cfg.output_dir, **c.run_settings(cfg))
-    check_optimizer(c.named_arguments(cfg.optimizer), c.named_arguments(cfg.schedule), cfg.train.steps)
+    health = cfg.health.make()
+    cfg.check_resumable()
+    cfg.check_optimizer(cfg.train.steps)
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     name = resolve_model(cfg.model.name, cfg.seed, log=print)
@@ -142,12 +140,12 @@ def train(cfg: Config) -> None:
 
     # Build loss, optimizer and learning-rate schedule
     loss_fn = RewardModelLoss(RewardModel(model), **asdict(cfg.loss), micro_batch_size=cfg.train.micro_batch_size)
-    optimizer = make_optimizer(model, **c.named_arguments(cfg.optimizer))
-    scheduler = make_schedule(optimizer, cfg.train.steps, **c.named_arguments(cfg.schedule))
+    optimizer = cfg.optimizer.make(model)
+    scheduler = cfg.schedule.make(optimizer, cfg.train.steps)
 
     # Train on pairs in shuffled epochs; evaluate between steps
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    settings = c.run_settings(cfg) | {"headline": HEADLINE, "health": health}
+    settings = cfg.run_arguments() | {"headline": HEADLINE, "health": health, "command": command_line()}
     with Run(cfg.output_dir, cfg.train.steps, parts, **settings) as run:
         if run.step == 0:
             evaluate(run, cfg, loss_fn, eval_set, tokenizer)
@@ -160,6 +158,7 @@ def train(cfg: Config) -> None:
             run.log(merge_outputs(outputs) | {"grad_norm": float(norm), "learning_rate": learning_rate})
             if run.is_due(cfg.eval.every) or run.is_last:
                 evaluate(run, cfg, loss_fn, eval_set, tokenizer)
+            run.refresh_report()
     if run.finished:
         finish(run, cfg, model, tokenizer, score_pairs(cfg, loss_fn, eval_set)[1])
 
@@ -234,19 +233,8 @@ def finish(
         "separable": found.separable,
         "cpu_seconds": round(run.cpu_seconds, 1),
     }
-    report = write_report(
-        run.directory,
-        history=run.logger.history,
-        timings=run.logger.timings,
-        summary=result,
-        tables=run.logger.tables,
-        definitions=DEFINITIONS,
-        settings=asdict(cfg),
-        command=command_line(),
-        panels=PANELS,
-        figures={"Calibration on held-out pairs": folder / CALIBRATION_PLOT},
-        title="Reward model",
-    )
+    figures = {"Calibration on held-out pairs": folder / CALIBRATION_PLOT}
+    report = run.write_report(result, panels=PANELS, figures=figures, title="Reward model")
     print(json.dumps(result | {"report": str(report.resolve()), "model": str(folder.resolve())}))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import torchrl_rloo
-from support.setting_names import CONFIGS, SETTINGS, exists
-from torchrl_rloo.cli.arguments import FREE, RENAMED, SECTIONS, in_settings
+from support.recipes import settings
+from support.setting_names import SETTINGS, exists
 from torchrl_rloo.cli.recipe import RECIPES, error_line
 from torchrl_rloo.replay import MCAdvantage
 
@@ -40,51 +40,40 @@ def test_every_setting_that_a_remedy_or_an_error_names_exists():
     assert len(named) > 100 and [name for name in sorted(named - files) if not exists(name)] == []
 
 
-def test_the_table_of_arguments_names_files_and_settings_that_exist():
-    for start, sections in SECTIONS.items():
-        assert (PACKAGE / start).is_dir() or (PACKAGE / f"{start}.py").is_file(), start
-        assert all(not s or any(name.startswith(f"{s}.") for name in SETTINGS) or s in FREE for s in sections), start
-    assert all(exists(f"{section}.{key}") for section, keys in FREE.items() for key in keys)
-    assert all(exists(setting) for settings in RENAMED.values() for setting in settings)
-    assert FREE.keys() <= SETTINGS
+def plan(cfg) -> None:
+    sizes = {"train_prompts": 100, "eval_prompts": 9, "max_new_tokens": cfg.generate.max_new_tokens}
+    cfg.plan.make(**sizes, max_prompt_tokens=9, context_length=32)
 
 
 @pytest.mark.parametrize(
-    ("module", "message", "words"),
+    ("given", "call", "words"),
     [
-        (
-            "modules.loading",
-            "device='cuda' requires CUDA; set device='cpu'",
-            "model.device=cuda requires CUDA; set model.device=cpu",
-        ),
-        (
-            "diagnostics.plan",
-            "Lower max_new_tokens, set max_tokens=256",
-            "Lower generate.max_new_tokens, set environment.max_tokens=256",
-        ),
-        ("data.prompts", "set column_map={'a': 'b'} or columns", "set data.column_map={'a': 'b'} or columns"),
-        (
-            "rewards.runner",
-            "max_consecutive_failures=0 must be 1; use None",
-            "reward.max_consecutive_failures=0 must be 1; use null",
-        ),
-        ("collectors.conversation", "raise max_consecutive_failures=9", "raise collector.max_consecutive_failures=9"),
-        (
-            "training.optimizers",
-            "set train.precision=bfloat16 for lr=1e-9",
-            "set train.precision=bfloat16 for optimizer.lr=1e-9",
-        ),
-        ("rewards.remote", "timeout=0 must be above 0", "timeout=0 must be above 0"),  # no setting of the recipe
+        ("plan.minibatches=3", plan, "plan.minibatches=3 must divide the rows per step"),
+        ("generate.max_new_tokens=30", plan, "Lower generate.max_new_tokens, set environment.max_tokens=32"),
+        ("optimizer.name=sgd optimizer.betas=[0.9,0.9]", lambda c: c.check_optimizer(9), "optimizer.betas=(0.9, 0.9)"),
+        ("schedule.warmup_steps=99", lambda c: c.check_optimizer(9), "schedule.warmup_steps=99 must be between 0 and"),
+        ("environment.max_turns=3", lambda c: c.environment.make(c.make_task(), 9), "environment.max_turns=3 is"),
     ],
-)
-def test_an_error_of_python_code_speaks_settings(module: str, message: str, words: str):
-    assert in_settings(message, f"torchrl_rloo.{module}", CONFIGS["rloo"]) == words
+)  # fmt: skip
+def test_an_error_of_python_code_speaks_settings(given: str, call, words: str):
+    cfg = settings("rloo", *given.split())
+    with pytest.raises(ValueError) as raised:
+        call(cfg)
+    assert words in error_line(raised.value, cfg)
 
 
-def test_an_error_is_told_by_the_code_that_raised_it():
+def test_an_error_is_told_by_the_object_that_raised_it():
+    cfg = settings("rloo", "plan.num_generations=1")
     with pytest.raises(ValueError) as raised:
         MCAdvantage(1)
-    line = error_line(raised.value, CONFIGS["rloo"])
+    line = error_line(raised.value, cfg)
     assert line.startswith("plan.num_generations=1: advantage.estimator=rloo compares")
     assert "set advantage.estimator=reinforce" in line
     assert "num_generations=1: estimator='rloo'" in str(raised.value)  # in Python it stays
+
+
+def test_arguments_of_other_objects_stay():
+    """An argument without a setting, or with another value than the setting of this name, is not renamed."""
+    cfg = settings("rloo", "reward.executor.timeout=9")
+    message = "timeout=0 must be above 0; url='a' and workers=3 are wrong"
+    assert error_line(ValueError(message), cfg) == message

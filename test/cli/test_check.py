@@ -102,10 +102,10 @@ def test_defaults_of_built_in_tasks_pass(check, start_model, name, task):
 
 
 def test_the_asynchronous_recipe_corrects_stale_rows(check):
-    code, lines = check("algorithm=rloo", name="rloo_async")
+    code, lines = check("algorithm=rloo", "inference=ray_transformers")
     (staleness,) = [line for line in lines if " staleness: " in line]
     assert code == 0 and "2 weight updates old; loss.ratio=none and loss.correction=tis corrects" in staleness
-    code, lines = check("algorithm=rloo", "loss.correction=null", name="rloo_async")
+    code, lines = check("algorithm=rloo", "loss.correction=null", "inference=ray_transformers")
     assert code == 1 and "staleness: rows may be 2 weight updates old, and loss.ratio=none" in find(lines, "error")[0]
 
 

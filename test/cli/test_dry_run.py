@@ -82,7 +82,7 @@ def test_a_task_without_known_answers_has_no_gradient(capsys):
 
 @pytest.mark.xdist_group(RAY_GROUP)
 def test_the_asynchronous_recipe_runs_its_workers_and_engines(capsys, ray_cluster):
-    summary = run_dry(capsys, "rloo_async", "collector.max_staleness=1", "ray.num_workers=1")
+    summary = run_dry(capsys, "rloo", "inference=ray_transformers", "collector.max_staleness=1", "ray.num_workers=1")
     assert re.search(r"mean reward 0\.\d+, gradient norm", summary)
 
 

@@ -59,5 +59,5 @@ def test_a_copy_and_the_help_keep_line_breaks(tmp_path: Path, monkeypatch, capsy
     assert copied.generate.stop_strings == ["\n"] and copied.data.system_prompt == "a\n\tb"
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        settings("rloo", "--help", *given)
+        settings("rloo", "--help-all", *given)
     assert r'generate.stop_strings=["\n"]' in capsys.readouterr().out

@@ -121,10 +121,10 @@ def test_ranks_of_a_node_see_all_of_its_gpus():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--on-ray", "rloo_async"], "--on-ray requires --ranks N"),
-        (["--ranks", "2", "--resources", "GPU=1", "rloo_async"], "--resources requires --on-ray"),
-        (["--ranks", "2", "--on-ray", "--resources", "GPU", "rloo_async"], "--resources GPU must be names and amounts"),
-        (["--ranks", "2", "rloo_async", "--on-ray"], "--on-ray must stand before the recipe"),
+        (["--on-ray", "rloo"], "--on-ray requires --ranks N"),
+        (["--ranks", "2", "--resources", "GPU=1", "rloo"], "--resources requires --on-ray"),
+        (["--ranks", "2", "--on-ray", "--resources", "GPU", "rloo"], "--resources GPU must be names and amounts"),
+        (["--ranks", "2", "rloo", "--on-ray"], "--on-ray must stand before the recipe"),
     ],
 )
 def test_a_wrong_command_is_refused(capfd, monkeypatch, arguments, message):

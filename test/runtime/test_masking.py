@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_rloo.cli.eval_config import EvalConfig
 from torchrl_rloo.cli.rloo_config import RLOOConfig
+from torchrl_rloo.cli.rloo_sections import EvalConfig
 from torchrl_rloo.diagnostics import write_launch, write_report
 from torchrl_rloo.run import Run, check_resumable
 from torchrl_rloo.run.state import read_state

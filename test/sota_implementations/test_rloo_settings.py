@@ -9,8 +9,8 @@ import pytest
 
 from support.recipes import load_recipe, run_recipe_here, settings
 from support.runs import read_jsonl
+from torchrl_rloo.cli.fields import iter_settings
 from torchrl_rloo.cli.main import recipe_file
-from torchrl_rloo.cli.values import CHOICES
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.modules.loading import QUANTIZATIONS
@@ -98,7 +98,7 @@ def test_a_method_has_its_settings(overrides, importable, tmp_path, monkeypatch,
 TRAINED = {
     "packed": ["algorithm=rloo_openrlhf", "train.packing=packed", "kl.coeff=null"],
     "shared_prefix": ["algorithm=grpo", "train.packing=shared_prefix", "kl.coeff=0.1", "kl.target=0.01"],
-    "merged": ["algorithm=cispo", "train.merge_identical=true", "train.micro_batch_tokens=300"],
+    "tokens": ["algorithm=cispo", "train.micro_batch_tokens=300"],
     "proximal": ["algorithm=gspo", "loss.old_log_probs=proximal", "loss.correction=tis"],
 }
 
@@ -128,9 +128,7 @@ EARLY = [  # refused before torch is imported
     ("model.name=/no/such/model", "model.name='/no/such/model' is neither"),
     ("sampler.sync_every=2", "sampler.sync_every=2 cannot be combined with sampler.share_weights=true"),
     ("sampler.dtype=bfloat16", "sampler.dtype=bfloat16 and"),
-    ("collector.ahead=4", "collector.ahead=4 samples while the model trains"),
     ("collector.max_staleness=1", "collector.max_staleness=1 samples while the model trains"),
-    ("collector.ahead=4 collector.max_staleness=1", "cannot be combined with collector.max_staleness=1"),
     ("collector.on_stale=drop", "collector.on_stale=drop: unknown"),
     ("collector.max_in_flight=0", "collector.max_in_flight=0 must be a number of at least 1"),
     ("collector.max_in_flight={minimum:9,maximum:8}", "must be a number of at least 1, or"),
@@ -172,13 +170,12 @@ EARLY = [  # refused before torch is imported
     ("train.precision=bf16", "train.precision=bf16: unknown"),
     ("train.float32_head=true", "train.float32_head=true has no effect with train.precision=float32"),
     ("train.shard_size=2", "train.shard_size=2 requires train.parallel=fsdp"),
-    ("train.reduce=every_pass", "train.reduce=every_pass requires train.parallel=ddp or fsdp"),
     ("train.parallel=ddp inference=vllm", "runs vLLM in the process of rank 0"),
     ("sampler.offload=true", "sampler.offload=true requires sampler.share_weights=false"),
     ("sampler={offload:true,share_weights:false}", "sampler.offload=true has no effect with model.device=cpu"),
     (
-        "sampler={offload:true,share_weights:false} model.device=cuda collector.ahead=2",
-        "sampler.offload=true cannot be combined with collector.ahead=2",
+        "sampler={offload:true,share_weights:false} model.device=cuda collector.max_staleness=2",
+        "sampler.offload=true cannot be combined with collector.max_staleness=2",
     ),
     ("train.tensor_parallel=0", "train.tensor_parallel=0 must be at least 1"),
     ("train.tensor_parallel=2", "rank 0 cannot sample alone with train.tensor_parallel=2"),
@@ -223,12 +220,13 @@ def test_text_needs_no_extra_quotes(text):
 
 
 def test_choices_are_those_of_the_library():
-    assert set(CHOICES["algorithm"]) == {name for name, preset in PRESETS.items() if not preset.critic}
-    assert CHOICES["train.packing"] == PACKINGS and CHOICES["resume"] == RESUME and CHOICES["kl.where"] == PLACES
-    assert set(CHOICES["kl.estimator"]) == set(KL_ESTIMATORS)
-    assert set(CHOICES["reward.executor.mode"]) == {"inline", *MODES} and set(CHOICES["log.loggers"]) == set(LOGGERS)
-    assert CHOICES["model.quantization"] == QUANTIZATIONS
-    assert all(parse_dtype(name).is_floating_point for name in CHOICES["model.dtype"])
+    settings = {s.name: s.limits.replace("`", "").split(", ") for s in iter_settings(load_recipe("rloo").Config)}
+    assert set(settings["algorithm"]) == {name for name, preset in PRESETS.items() if not preset.critic}
+    assert settings["train.packing"] == [*PACKINGS] and settings["resume"] == [*RESUME]
+    assert settings["kl.where"] == [*PLACES] and set(settings["kl.estimator"]) == set(KL_ESTIMATORS)
+    assert set(settings["reward.executor.mode"]) == {"inline", *MODES}
+    assert set(settings["log.loggers"]) == set(LOGGERS) and settings["model.quantization"] == [*QUANTIZATIONS]
+    assert all(parse_dtype(name).is_floating_point for name in settings["model.dtype"])
 
 
 BAD = [

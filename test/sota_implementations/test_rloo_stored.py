@@ -127,4 +127,4 @@ def test_settings_without_effect_are_refused(overrides, message):
 
 def test_a_cluster_refuses_what_needs_the_rows_on_rank_0():
     with pytest.raises(ValueError, match="rollouts.path=a needs the rows on rank 0 and cannot be set here; use rloo"):
-        settings("rloo_async", "inference=ray_transformers", "rollouts.path=a")
+        settings("rloo", "inference=ray_transformers", "rollouts.path=a")

@@ -33,7 +33,7 @@ OWN_TRANSFORM = """{
     parser: {_target_: torchrl_rloo.envs.tools.RegexParser, pattern: "<tool>(?P<expression>[^<]*)</tool>",
              tool: slow_calculator},
     timeout: 0.5, show_schemas: false, max_calls: 2}"""
-AHEAD = ["collector.ahead=4", "sampler.share_weights=false"]
+AHEAD = ["collector.max_staleness=1", "sampler.share_weights=false"]
 BOUNDED = ["collector.max_staleness=1", "sampler.share_weights=false"]
 SIGNAL = "reward.functions=[own_rewards.distinct]"  # every step has a gradient
 

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from support.recipes import load_recipe
-from torchrl_rloo.cli.config import CacheConfig, PassRateConfig, RefillConfig, RerollsConfig
-from torchrl_rloo.cli.schema import free_sections, known_settings
+from torchrl_rloo.cli.fields import free_sections, known_settings
+from torchrl_rloo.cli.rloo_sections import CacheConfig, PassRateConfig, RefillConfig, RerollsConfig
 from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine, VLLMServer
 from torchrl_rloo.functional import SURROGATES
 from torchrl_rloo.functional.advantages import NORMALIZATIONS
@@ -19,7 +19,7 @@ from torchrl_rloo.ray import RayEngine
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher
 
-CONFIGS = {name: load_recipe(name).Config for name in ("rloo", "rloo_async", "evaluate", "reward_model")}
+CONFIGS = {name: load_recipe(name).Config for name in ("rloo", "evaluate", "reward_model")}
 SETTINGS = {name for config in CONFIGS.values() for name in known_settings(config)}
 ENGINES = (VLLMEngine, AsyncVLLMEngine, VLLMServer, RayEngine)
 ARGUMENTS = {  # of what takes the keys of a free mapping

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_rloo.cli.values import CHOICES
+from torchrl_rloo.cli import config
 from torchrl_rloo.data import notices
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.run.checkpoint import Checkpointer
@@ -204,7 +204,7 @@ def test_steps_in_chunks_are_the_steps_of_all_parameters(monkeypatch, name):
 
 # ---------------------------------------------------------------------------------------------------------- settings
 def test_names_of_settings_are_those_of_the_library():
-    assert CHOICES["optimizer.name"] == OPTIMIZERS and CHOICES["schedule.name"] == SCHEDULES
+    assert config.OPTIMIZERS == OPTIMIZERS and config.SCHEDULES == SCHEDULES
 
 
 def test_frozen_parameters_are_left_out():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from support.weights import Group
-from torchrl_rloo.cli.sampling_config import InferenceConfig, check_transport
+from torchrl_rloo.cli.config import InferenceConfig
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.weight_update import VLLMIPC, VLLMNCCL, WeightPublisher, WeightSyncError, vllm_gpu
@@ -211,7 +211,7 @@ def test_without_a_gpu_they_are_refused_by_name(make):
         make()
     updater = {"transport": {"_target_": f"torchrl_rloo.weight_update.{make.__name__}"}}
     with pytest.raises(ValueError, match=message):
-        check_transport(InferenceConfig(engine={"_target_": "unused"}, updater=updater))
+        InferenceConfig(engine={"_target_": "unused"}, updater=updater).check_transport()
 
 
 def test_an_engine_on_another_gpu_is_told_so(no_gpu):

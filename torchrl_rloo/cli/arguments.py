@@ -2,78 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
 
-from torchrl_rloo.cli.schema import known_settings
+from torchrl_rloo.cli.fields import known_settings
 
-# Sections of the arguments that code names, by the longest matching start of its file. "" is the top level
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "collectors": ("collector", "plan"),
-    "data/preferences": ("data",),
-    "data/prompts": ("data",),
-    "data/sources": ("data",),
-    "data/templates": ("model",),
-    "diagnostics/checks": ("check",),
-    "diagnostics/plan": ("plan", "generate", "environment", "data"),
-    "engines": ("inference.engine",),
-    "engines/generation": ("generate",),
-    "engines/head": ("generate",),
-    "engines/transformers_engine": ("generate",),
-    "engines/vllm_api": ("generate",),
-    "agents/session": ("environment",),
-    "envs/tasks": ("data",),
-    "envs/transforms/kl": ("kl",),
-    "envs/transforms/reward": ("reward",),
-    "evaluation/comparison": ("",),
-    "evaluation/evaluation": ("eval", "generate"),
-    "evaluation/result": ("",),
-    "functional/log_probs": ("generate",),
-    "functional/preference": ("loss",),
-    "modules": ("train", "model", "generate"),
-    "modules/loading": ("model", ""),
-    "objectives": ("loss", "generate", "plan"),
-    "objectives/presets": ("", "loss", "advantage"),
-    "runtime/ranks": ("train",),
-    "ray": ("ray", "collector", "plan"),
-    "ray/engine": ("inference.engine",),
-    "ray/object_store": ("sampler",),
-    "replay/advantage": ("advantage", "plan"),
-    "replay/credit": ("advantage", "reward"),
-    "rewards/executor_process": ("reward.executor",),
-    "rewards/executors": ("reward.executor",),
-    "rewards/runner": ("reward",),
-    "run": ("", "log", "checkpoint"),
-    "training": ("train", "optimizer", "schedule"),
-    "training/optimizers": ("optimizer",),
-    "training/schedules": ("schedule",),
-    "weight_update": ("sampler",),
-}
-# Keys of sections that are mappings with any keys: such as arguments of RLOOLoss and MCAdvantage
-FREE = {
-    "loss": (
-        "ratio",
-        "surrogate",
-        "aggregation",
-        "old_log_probs",
-        "correction",
-        "off_policy_mask_threshold",
-        "kl_importance_weighted",
-        "entropy_coeff",
-        "high_entropy_fraction",
-        "router_loss_coeff",
-        "mask_truncated_completions",
-    ),
-    "advantage": ("estimator", "credit", "normalize"),
-    "inference.engine": ("request_timeout", "start_timeout"),
-}
-# Arguments with another name than their setting; the first that the recipe has
-RENAMED = {
-    "scorers": ("eval.scorers", "eval.scorer"),
-    "tokenizer.chat_template": ("model.chat_template",),
-    "total_steps": ("plan.steps", "train.steps"),
-}
+MAPPINGS = {"RLOOLoss": "loss", "MCAdvantage": "advantage"}  # classes whose arguments are keys of a section
+RENAMED = {"scorers": "eval.scorer", "tokenizer.chat_template": "model.chat_template", "total_steps": "plan.steps"}
 _TOKEN = re.compile(
     r"(?<![\w.'\"\[/={-])(?P<name>tokenizer\.chat_template|[a-z]\w*)"
     r"(?:=(?:'(?P<text>[\w./:+-]+)'|(?P<word>None|True|False)\b)?|(?![\w.(=]))"
@@ -82,56 +21,71 @@ _VERBS = ("set ", "raise ", "lower ", "increase ", "limit ", "remove ")  # befor
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
-def in_settings(message: str, module: str, config: type) -> str:
+def in_settings(message: str, error: BaseException, cfg: Any) -> str:
     """Replace the names of arguments in an error by those of settings.
 
-    Only a name with a value, an underscore or a verb of a remedy counts as that of an argument. One without a setting
-    stays.
+    A name is that of a setting if the section whose method raised the error has it, or if its value in the message is
+    that of the only setting with this name. In a remedy, the only setting with this name is enough. Others stay.
 
     Args:
         message: message of the error.
-        module: module that raised it.
-        config: settings of the recipe.
-
-    Example:
-        >>> from torchrl_rloo.cli.config import RunConfig
-        >>> in_settings("keep=0 must be at least 1; set keep=1", "torchrl_rloo.run.checkpoint", RunConfig)
-        'checkpoint.keep=0 must be at least 1; set checkpoint.keep=1'
+        error: error with its traceback.
+        cfg: settings of the recipe.
     """
-    sections, known = find_sections(module), known_settings(config)
-    if sections is None:
-        return message
+    sections, known, values = dict(_sections(error, cfg)), known_settings(type(cfg)), dict(_values(cfg))
+
+    def find(name: str, shown: str, remedy: bool) -> str | None:
+        owned = [f"{section}.{name}".lstrip(".") for section, names in sections.items() if name in names]
+        if found := next((setting for setting in (*owned, RENAMED.get(name)) if setting in known), None):
+            return found
+        same = [setting for setting in {**dict.fromkeys(known), **values} if setting.rpartition(".")[2] == name]
+        if len(same) == 1 and ((remedy and "_" in name) or (shown and shown == _text(values.get(same[0])))):
+            return same[0]
+        return owned[0] if owned else None  # a key of a free mapping
 
     def replace(match: re.Match[str]) -> str:
-        name, shown = match["name"], match[0]
-        named = "=" in shown or "_" in name or message[: match.start()].lower().endswith(_VERBS)
-        setting = find_setting(name, sections, known) if named else None
-        if setting is None:
-            return shown
+        name, shown, before = match["name"], match[0], message[: match.start()].lower()
+        after = re.match(r"[^\s;,:)]+", message[match.end() :]) if shown.endswith("=") else None
         value = match["text"] or _WORDS.get(match["word"] or "", "")
-        return setting + ("=" if "=" in shown else "") + value
+        named = "=" in shown or "_" in name or before.endswith(_VERBS)
+        setting = find(name, value or (after[0] if after else ""), before.endswith(_VERBS)) if named else None
+        return shown if setting is None else setting + ("=" if "=" in shown else "") + value
 
     text = _TOKEN.sub(replace, message)
+    if text == message:
+        return text
     return re.sub(r"\b(use|to|or|which) (None|True|False)\b(?!=)", lambda m: f"{m[1]} {_WORDS[m[2]]}", text)
 
 
-def find_sections(module: str) -> tuple[str, ...] | None:
-    """Return the sections of the arguments that a module names, or None if it names none."""
-    parts = module.split(".")[1:]
-    starts = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((SECTIONS[start] for start in starts if start in SECTIONS), None)
+def _sections(error: BaseException | None, cfg: Any) -> Iterator[tuple[str, set[str]]]:
+    """Yield the sections whose methods an error passed, innermost first, and the names of their settings."""
+    names = {id(section): name for name, section in _walk(cfg)}
+    while error is not None:
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            owner = frame.f_locals.get("self")
+            if id(owner) in names:
+                yield names[id(owner)], {f.name for f in fields(owner)}
+            elif (section := MAPPINGS.get(type(owner).__name__)) is not None and hasattr(cfg, section):
+                yield section, set(inspect.signature(type(owner)).parameters)
+        error = error.__cause__
 
 
-def find_setting(name: str, sections: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return the setting of an argument that code of some sections names, or None."""
-    free = [f"{section}.{key}" for section, keys in FREE.items() if section in known for key in keys]
-    own = [f"{section}.{name}".lstrip(".") for section in sections]
-    return next((s for s in (*own, *RENAMED.get(name, ())) if s in known or s in free), None)
+def _walk(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the sections of a configuration with their dotted names; the configuration itself has no name."""
+    yield name, section
+    for f in fields(section):
+        if is_dataclass(value := getattr(section, f.name)):
+            yield from _walk(value, f"{name}.{f.name}".lstrip("."))
 
 
-def raising_module(error: BaseException) -> str:
-    """Return the innermost module of this package that an error passed; one of settings only passes on its cause."""
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = next((name for name in reversed(frames) if name.startswith("torchrl_rloo.")), "")
-    passed_on = module.startswith("torchrl_rloo.cli.") and error.__cause__ is not None
-    return raising_module(error.__cause__) if passed_on else module
+def _values(cfg: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names and values of all settings, also of keys in free mappings."""
+    for name, section in _walk(cfg):
+        for f in fields(section):
+            value, setting = getattr(section, f.name), f"{name}.{f.name}".lstrip(".")
+            yield setting, value
+            yield from ((f"{setting}.{key}", v) for key, v in (value.items() if isinstance(value, dict) else ()))
+
+
+def _text(value: Any) -> str:
+    return _WORDS.get(str(value), str(value))

@@ -5,50 +5,62 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.runtime.lookup import import_object
+from torchrl_rloo.cli.config import InferenceConfig
+from torchrl_rloo.cli.rloo_sections import CollectorConfig, RayConfig, RolloutsConfig, SamplerConfig
 
 if TYPE_CHECKING:
+    from torchrl_rloo.cli.rloo_config import RLOOConfig
+    from torchrl_rloo.data import PromptDataset
+    from torchrl_rloo.diagnostics import TrainingPlan
     from torchrl_rloo.diagnostics.checks import Facts, Finding
+    from torchrl_rloo.envs.transforms import RewardTransform
     from torchrl_rloo.modules import TurnPolicy
+    from torchrl_rloo.objectives import Preset
 
+PROMPTS = 16  # training prompts that the start model samples a group of, at most those of a step
 LEAST_SAMPLES, MOST_SAMPLES = 4, 16  # completions of a prompt from which its groups are estimated
 IN_FLIGHT = "finish"  # default of weight updates
 OPTIMIZER_STATES = 2  # float32 numbers that AdamW keeps of a trained weight
-
-
-@dataclass
-class CheckConfig:
-    """Checks before the first step."""
-
-    mode: str = "warn"  # before the first step: warn prints what is wrong, stop also refuses errors, off checks nothing
-    prompts: int = 16  # training prompts that the start model samples a group of, at most those of a step
-    own: list[str] = field(default_factory=list)  # dotted paths of your checks, functions of the facts of a run
 
 
 class CheckError(ValueError):
     """Error of a run that checks refuse."""
 
 
-def preflight(cfg: Any, problem: Any, policy: TurnPolicy) -> None:
+class Checked(BaseException):
+    """End of a run that only checks, with what it found."""
+
+    def __init__(self, findings: Sequence[Finding], facts: Facts):
+        super().__init__(len(findings))
+        self.findings, self.facts = findings, facts
+
+
+def preflight(cfg: RLOOConfig, policy: TurnPolicy, **parts: Any) -> None:
     """Check a run before its first step, and print what is wrong.
 
     Args:
         cfg: settings of the recipe.
-        problem: task, prompts, model, rewards and sizes of the recipe.
         policy: policy with the start weights.
+        **parts: further arguments of :func:`gather_facts`.
 
     Raises:
         CheckError: if a check finds an error, with ``check.mode=stop``.
     """
-    if cfg.check.mode == "off":
+    asked = cfg.__dict__.get("checked")  # the settings of command check
+    if cfg.check.mode == "off" and asked is None:
         return
-    from torchrl_rloo.diagnostics.checks import summarize
+    from torchrl_rloo.diagnostics.checks import CHECKS, run_checks, summarize
 
-    findings = find(cfg, gather_facts(cfg, problem, policy))
+    facts = gather_facts(asked or cfg, policy, memory=asked is not None, **parts)
+    findings = run_checks(facts, {**CHECKS, **cfg.check.load_own()})
+    if asked is not None:
+        raise Checked(findings, facts)
     wrong = [finding for finding in findings if finding.level != "ok"]
     print(*wrong, f"before the first step: {summarize(findings)}", sep="\n", flush=True)
     errors = [finding for finding in wrong if finding.level == "error"]
@@ -56,30 +68,45 @@ def preflight(cfg: Any, problem: Any, policy: TurnPolicy) -> None:
         raise CheckError(f"check.mode=stop refuses {errors[0].check}: {errors[0].sentence}; {errors[0].remedy}")
 
 
-def check_recipe(recipe: Any, cfg: Any) -> list[Finding]:
-    """Load what a recipe's settings name, sample with its start model, and print all findings.
+def check_recipe(main: Callable[[RLOOConfig], None], cfg: RLOOConfig) -> Sequence[Finding]:
+    """Run a recipe up to its checks before the first step, and print all that they find.
 
-    The model samples itself, also if the settings name an engine. Nothing is written.
+    The model samples itself, in one process, also if the settings name an engine or ranks. What the recipe writes goes
+    to a temporary folder.
 
     Args:
-        recipe: module of the recipe, with ``load_problem``.
+        main: function of the recipe.
         cfg: settings of the recipe.
 
     Returns:
         The findings.
+
+    Raises:
+        RuntimeError: if the recipe ends without checks.
     """
     from torchrl_rloo.diagnostics.checks import summarize
-    from torchrl_rloo.modules import TransformersWrapper
-    from torchrl_rloo.runtime.ranks import Ranks
 
-    cfg.train = replace(cfg.train, load_shards=False)  # the model samples, so it needs its weights
-    with Ranks.from_environment(cfg.model.device, group=False) as ranks:
-        problem = recipe.load_problem(cfg, ranks)
+    one = {"parallel": "none", "shard_size": None, "load_shards": False, "tensor_parallel": 1, "context_parallel": 1}
+    with TemporaryDirectory(prefix="torchrl_rloo_check_") as folder:
+        alone = replace(
+            cfg,
+            output_dir=folder,
+            resume="never",
+            train=replace(cfg.train, offload=[], **one),
+            sampler=SamplerConfig(),
+            collector=CollectorConfig(),
+            inference=InferenceConfig(),
+            ray=RayConfig(),
+            rollouts=RolloutsConfig(),
+            log=replace(cfg.log, loggers=[], logger_kwargs={}),
+        )
+        alone.__dict__["checked"] = cfg
         try:
-            facts = gather_facts(cfg, problem, TransformersWrapper(problem.model, **problem.wrapper), memory=True)
-        finally:
-            problem.rewards.close()
-    findings = find(cfg, facts)
+            main(alone)
+        except Checked as done:
+            findings, facts = done.findings, done.facts
+        else:
+            raise RuntimeError("the recipe ended without preflight(...), which it must call before its first step")
     print("", *findings, sep="\n")
     if facts.samples:
         sample = facts.samples[0]
@@ -90,31 +117,33 @@ def check_recipe(recipe: Any, cfg: Any) -> list[Finding]:
     return findings
 
 
-def find(cfg: Any, facts: Facts) -> list[Finding]:
-    """Run all checks, and those that the settings add."""
-    from torchrl_rloo.diagnostics.checks import CHECKS, run_checks
-
-    return run_checks(facts, {**CHECKS, **load_own_checks(cfg.check)})
-
-
-def load_own_checks(check: CheckConfig) -> dict[str, Any]:
-    """Import the checks that settings add, and return them by path.
-
-    Raises:
-        ValueError: if there is no such function, or all checks are off.
-    """
-    if check.own and check.mode == "off":
-        raise ValueError(f"check.own={check.own} has no effect with check.mode=off; set it to []")
-    return {path: import_object(path, "check.own") for path in check.own}
-
-
-def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = False) -> Facts:
+def gather_facts(
+    cfg: RLOOConfig,
+    policy: TurnPolicy,
+    *,
+    model: Any,
+    plan: TrainingPlan,
+    method: Preset,
+    rewards: RewardTransform,
+    train_set: PromptDataset,
+    eval_set: PromptDataset,
+    make_transforms: Callable[[], list],
+    chat: dict[str, Any],
+    memory: bool = False,
+) -> Facts:
     """Collect the input of all checks: settings, prompts, scores of constructed completions, and samples.
 
     Args:
         cfg: settings of the recipe.
-        problem: task, prompts, model, rewards and sizes of the recipe.
         policy: policy with the start weights.
+        model: model to train.
+        plan: sizes of the run.
+        method: method of the run.
+        rewards: rewards of the run.
+        train_set: prompts to train on.
+        eval_set: held-out prompts.
+        make_transforms: factory of the transforms that answer turns.
+        chat: limits of a conversation.
         memory: whether to plan the memory of a step.
     """
     from torchrl_rloo.diagnostics.checks import Facts, probe_rewards
@@ -122,8 +151,8 @@ def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = F
     from torchrl_rloo.evaluation import sample_start
 
     # Score constructed completions, and completions of the start model
-    plan, rewards, method, tokenizer = problem.plan, problem.rewards, problem.method, problem.wrapper["tokenizer"]
-    train = problem.train_set.for_tokenizer(tokenizer)
+    tokenizer = policy.tokenizer
+    train = train_set.for_tokenizer(tokenizer)
     scoring = {"weights": rewards.weights, "clip_range": rewards.clip_range, "executor": rewards.executor}
     group, sampled = min(max(plan.num_generations, LEAST_SAMPLES), MOST_SAMPLES), {}
     if cfg.generate.temperature > 0:
@@ -131,10 +160,10 @@ def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = F
             policy,
             train,
             rewards.functions,
-            prompts=min(cfg.check.prompts, plan.prompts_per_step),
+            prompts=min(PROMPTS, plan.prompts_per_step),
             num_generations=group,
-            make_transforms=problem.make_transforms,
-            env_kwargs=problem.chat,
+            make_transforms=make_transforms,
+            env_kwargs=chat,
             **scoring,
         )
         scale = plan.rows_per_step / len(start.samples)
@@ -143,7 +172,7 @@ def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = F
     return Facts(
         plan,
         train,
-        problem.eval_set.for_tokenizer(tokenizer),
+        eval_set.for_tokenizer(tokenizer),
         tokenizer,
         template_kwargs=cfg.data.template_kwargs,
         stop_ids=policy.stop_ids,
@@ -162,8 +191,8 @@ def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = F
         in_flight=(cfg.inference.updater or {}).get("in_flight", IN_FLIGHT) if cfg.inference.engine else None,
         sync_every=cfg.sampler.sync_every,
         eval_every=cfg.eval.every,
-        stop_rules=getattr(getattr(cfg, "health", None), "stop_on", None),
-        checkpoint_bytes=_checkpoint_bytes(problem.model),
+        stop_rules=cfg.health.stop_on,
+        checkpoint_bytes=_checkpoint_bytes(model),
         checkpoints=cfg.checkpoint.keep + 1,  # the oldest is removed after the newest is written
         free_bytes=shutil.disk_usage(_existing(Path(cfg.output_dir))).free,
         **sampled,
@@ -191,7 +220,7 @@ def _is_normalized(cfg: Any, method: Any) -> bool:
 def _staleness(cfg: Any) -> int:
     """Return the weight updates between sampling and training of a row, at most."""
     late = 0 if cfg.sampler.share_weights else max(0, cfg.sampler.sync_every - 1)
-    return max(cfg.collector.max_staleness or 0, cfg.collector.ahead, late)
+    return max(cfg.collector.max_staleness or 0, late)
 
 
 def _checkpoint_bytes(model: Any) -> int:

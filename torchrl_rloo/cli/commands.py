@@ -21,17 +21,18 @@ EXAMPLES = {
   torchrl-rloo run rloo                                  train the built-in model on the built-in task, on the CPU
   torchrl-rloo run rloo task=gsm8k model.name=my/model model.device=cuda
   torchrl-rloo cp rloo mine.py                           copy the recipe and its settings, to edit them
-  torchrl-rloo evaluate model.name=outputs/rloo_sync/addition/seed0/model""",
+  torchrl-rloo evaluate model.name=outputs/rloo/addition/seed0/model""",
     "ls": """
   torchrl-rloo ls""",
     "run": """
-  torchrl-rloo run rloo --help                           list all settings of the recipe
+  torchrl-rloo run rloo --help-all                       list all settings of the recipe
   torchrl-rloo run rloo plan.steps=10 seed=1
   torchrl-rloo run rloo_tools                            train the built-in model to call a tool
   torchrl-rloo run rloo_agent                            train an agent that calls an OpenAI-compatible endpoint
   torchrl-rloo run mine.py optimizer.lr=1e-5             run your copy
   torchrl-rloo run --ranks 4 rloo train.parallel=fsdp    train on four GPUs of this machine
-  torchrl-rloo run --ranks 4 --on-ray --resources CPU=1,GPU=1 rloo_async train.parallel=fsdp     of a Ray cluster""",
+  torchrl-rloo run rloo inference=ray_vllm inference.replicas=8 ray.address=auto    sample on a Ray cluster
+  torchrl-rloo run --ranks 4 --on-ray --resources GPU=1 rloo train.parallel=fsdp inference=ray_vllm""",
     "cp": """
   torchrl-rloo cp rloo mine.py                           write mine.py (the recipe) and mine.yaml (its settings)
   torchrl-rloo cp rloo mine.py task=gsm8k model.name=my/model
@@ -45,7 +46,7 @@ EXAMPLES = {
     "rescore": stored.RESCORE_EXAMPLES,
     "replay": stored.REPLAY_EXAMPLES,
     "watch": """
-  torchrl-rloo watch outputs/rloo_sync/addition/seed0    print the path of the report and a line a step""",
+  torchrl-rloo watch outputs/rloo/addition/seed0    print the path of the report and a line a step""",
     "serve": """
   torchrl-rloo serve my/model --dtype bfloat16
   torchrl-rloo serve my/model --port 8001 --tensor-parallel-size 2 -- --max-model-len 4096

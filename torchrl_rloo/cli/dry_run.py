@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.cli.schema import SettingError, known_settings
+from torchrl_rloo.cli.fields import SettingError, known_settings
+
+if TYPE_CHECKING:
+    from torchrl_rloo.cli.rloo_config import RLOOConfig
 
 ROWS, HELD_OUT = 64, 8  # rows of the source to read, and held-out prompts
 TEXTS = ("I do not know.", "Let me see.")  # turns where no right answer is known
@@ -41,7 +44,7 @@ def check_supported(config: type) -> None:
         SettingError: if it does not train on groups, or there are several ranks.
     """
     if not has_dry_run(config):
-        raise SettingError("--dry-run requires a recipe that trains on groups: rloo, rloo_tools, rloo_async, or a copy")
+        raise SettingError("--dry-run requires a recipe that trains on groups: rloo, rloo_tools, rloo_agent, or a copy")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise SettingError("--dry-run runs in one process; start it without --ranks")
 
@@ -50,19 +53,15 @@ def dry_run(main: Callable[[Any], None], cfg: Any) -> None:
     """Run one step of a recipe in a temporary folder, and print what it touched.
 
     Args:
-        main: function of the recipe, next to its ``load_problem``.
+        main: function of the recipe.
         cfg: settings of the recipe.
     """
-    from torchrl_rloo.runtime.ranks import Ranks
-
     start = perf_counter()
     with TemporaryDirectory(prefix="torchrl_rloo_dry_run_") as folder:
         path = Path(folder)
         settings = make_settings(cfg, path)
         with redirect_stdout(StringIO()):  # the run prints the same again
-            problem = main.__globals__["load_problem"](settings, Ranks.single())
-        write_script(problem, path / "script.json")
-        problem.rewards.close()
+            write_script(settings, path / "script.json")
         main(settings)
         print(f"dry run: {_summary(Path(settings.output_dir))}, in {perf_counter() - start:.0f} s")
     print(COVERED, NOT_COVERED, sep="\n")
@@ -77,10 +76,10 @@ def make_settings(cfg: Any, folder: Path) -> Any:
     """
     plan, train, inference = cfg.plan, cfg.train, cfg.inference
     model = {"name": save_model(cfg, folder / "model"), "device": "cpu", "quantization": None, "kwargs": {}}
-    offload = {"parallel": "none", "shard_size": None, "load_shards": False, "reduce": "last_pass", "offload": []}
+    offload = {"parallel": "none", "shard_size": None, "load_shards": False, "offload": []}
     # Play turns in the place of the engine, and keep its weight updates unless they need a GPU
     engine = {"_target_": f"{__name__}.load_script", "model": None, "script": str(folder / "script.json")}
-    if getattr(cfg, "on_cluster", False):
+    if inference.on_ray:
         nested = engine | {"_partial_": True}
         engine = {"_target_": "torchrl_rloo.ray.RayEngine", "make_engine": nested, "num_cpus": 1}
     updater = dict(inference.updater or {}) if _publishes(inference.updater) else {}
@@ -100,10 +99,9 @@ def make_settings(cfg: Any, folder: Path) -> Any:
         "eval": replace(cfg.eval, every=1, sets=small_sets),
         "check": replace(cfg.check, mode="off", own=[]),
         "checkpoint": replace(cfg.checkpoint, every=1),
+        "ray": replace(cfg.ray, address=None),
         "log": replace(cfg.log, loggers=[name for name in cfg.log.loggers if name in LOCAL_LOGGERS], logger_kwargs={}),
     }
-    if hasattr(cfg, "ray"):
-        changed["ray"] = replace(cfg.ray, address=None)
     return replace(cfg, **changed)
 
 
@@ -128,22 +126,28 @@ def save_model(cfg: Any, folder: Path) -> str:
     return str(folder)
 
 
-def write_script(problem: Any, file: Path) -> None:
+def write_script(cfg: RLOOConfig, file: Path) -> None:
     """Write the turns of each prompt: its right answer in the format that earns most, and a wrong one.
 
     Args:
-        problem: prompts, rewards and tokenizer of the recipe.
+        cfg: settings of the dry run.
         file: JSON file for :func:`load_script`.
     """
+    from torchrl_rloo.cli.held_out import EvalSet, load_eval_sets
     from torchrl_rloo.diagnostics.checks import probe_rewards
     from torchrl_rloo.diagnostics.checks.probes import scripted_texts
 
-    rewards, tokenizer = problem.rewards, problem.wrapper["tokenizer"]
-    scoring = {"weights": rewards.weights, "clip_range": rewards.clip_range, "executor": rewards.executor}
-    probes = probe_rewards(rewards.functions, problem.train_set, tokenizer, **scoring)
+    task = cfg.make_task()
+    _, tokenizer = cfg.model.load(cfg.model.name)
+    train_set, eval_set = cfg.data.load(task, tokenizer, cfg.seed)
+    own = EvalSet(eval_set, task, None, tuple, {}, 0, [])
+    sets = load_eval_sets(cfg, own, train_set, tokenizer, None)
+    with closing(cfg.reward.make(task, quarantine=None)) as rewards:
+        scoring = {"weights": rewards.weights, "clip_range": rewards.clip_range, "executor": rewards.executor}
+        probes = probe_rewards(rewards.functions, train_set, tokenizer, **scoring)
     turns = []
-    for dataset in (problem.train_set, *(s.prompts for s in problem.eval_sets.values())):
-        prompts = dataset.for_tokenizer(tokenizer).encode(tokenizer, **problem.chat["template_kwargs"])
+    for dataset in (train_set, *(each.prompts for each in sets.values())):
+        prompts = dataset.for_tokenizer(tokenizer).encode(tokenizer, **cfg.data.template_kwargs)
         for ids, texts in zip(prompts, scripted_texts(dataset, probes), strict=True):
             turns += [[list(ids), _encode(tokenizer, texts)]] if texts else []
     file.write_text(json.dumps({"turns": turns, "default": _encode(tokenizer, TEXTS)}), encoding="utf-8")

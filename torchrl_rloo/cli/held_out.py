@@ -1,24 +1,23 @@
-"""Held-out prompts of a run, by its settings: the run's own and further sets, their evaluation, and its log."""
+"""Held-out prompts of a run: its own and further sets by name, and their evaluation at intervals."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 from torchrl_rloo.cli.config import LogConfig
-from torchrl_rloo.cli.eval_config import EvalSetConfig, check_set_names
+from torchrl_rloo.cli.fields import non_null_fields
 from torchrl_rloo.cli.rloo_config import RLOOConfig
-from torchrl_rloo.cli.schema import non_null_fields
+from torchrl_rloo.cli.rloo_sections import EvalSetConfig
+from torchrl_rloo.collectors import SharedSource
 from torchrl_rloo.data import PromptDataset
 from torchrl_rloo.embedded import resolve_task
 from torchrl_rloo.envs.tasks import EMBEDDED, TaskBase, conversation_settings
-from torchrl_rloo.envs.transforms import RewardTransform
 from torchrl_rloo.evaluation import Evaluation, EvaluationResult, write_evaluation_transcripts
-from torchrl_rloo.evaluation.evaluation import name_scorers
 from torchrl_rloo.modules import TurnPolicy
-from torchrl_rloo.rewards import load_reward, reward_name
+from torchrl_rloo.rewards import load_reward
 from torchrl_rloo.run import Run
 
 
@@ -42,21 +41,6 @@ class EvalSet(NamedTuple):
     chat: dict[str, Any]
     num_samples: int
     ks: list[int]
-
-
-def make_scorers(cfg: RLOOConfig, task: TaskBase, rewards: RewardTransform) -> dict[str, Any]:
-    """Return the scorers of the run's held-out prompts.
-
-    Raises:
-        ValueError: if a further set has the name of one.
-    """
-    own = None if cfg.reward.functions is None else rewards.functions
-    scorers = task.make_scorer(own) if cfg.eval.scorer is None else load_reward(cfg.eval.scorer)
-    named = name_scorers(scorers)
-    if cfg.eval.rewards:
-        named |= {reward_name(f): f for f in rewards.functions if reward_name(f) not in named}
-    check_set_names(cfg.eval.sets, list(named))
-    return named
 
 
 def load_eval_sets(
@@ -89,9 +73,9 @@ def _load_set(
 ) -> EvalSet:
     """Load the prompts of a further set with its task's turns, limits and scorer; null takes those of the run."""
     task = own.task if asked.task is None else resolve_task(asked.task)
-    options = {"tokenizer": tokenizer, "template_kwargs": cfg.data.template_kwargs}
+    template = {"template_kwargs": cfg.data.template_kwargs}
     given = ("prompt_column", "row_map", "system_prompt", "name", "split", "column_map")
-    options |= {n: getattr(asked, n) for n in given if getattr(asked, n)}
+    options = {"tokenizer": tokenizer} | template | {n: getattr(asked, n) for n in given if getattr(asked, n)}
     try:
         if asked.source in (None, EMBEDDED):
             prompts = task.load(asked.source, eval_size=asked.size, seed=cfg.seed, **options)[1]
@@ -107,60 +91,63 @@ def _load_set(
     if asked.task is not None:
         limits = non_null_fields(cfg.environment, "transforms")
         make_transforms, chat = conversation_settings(task, None, limits, context)
-    return EvalSet(prompts, task, scorer, make_transforms, dict(chat), asked.num_samples, asked.ks)
+    return EvalSet(prompts, task, scorer, make_transforms, chat | template, asked.num_samples, asked.ks)
 
 
-def make_evaluations(sets: Mapping[str, EvalSet], policy: TurnPolicy, **options: Any) -> dict[str, Evaluation]:
-    """Build the evaluation of each set.
+class HeldOutEvaluation:
+    """Evaluation of all held-out sets with the policy's current weights, on all ranks together.
 
     Args:
-        sets: sets by name.
-        policy: policy to evaluate.
+        sets: sets by name; the run's own has the name ``""``.
+        policy: policy of rank 0; None on the others, which wait for it.
+        source: source of the run, which puts the sampler's weights where it samples.
+        log: tables and transcripts.
         **options: further arguments of :class:`~torchrl_rloo.evaluation.Evaluation`.
+
+    Example::
+
+        evaluation = HeldOutEvaluation(sets, policy, source, cfg.log)
+        evaluation.run(run)  # logs eval/greedy, eval/<set>/greedy, ...
     """
-    return {
-        name: Evaluation(
-            policy,
-            each.prompts,
-            each.scorer,
-            num_samples=each.num_samples,
-            ks=each.ks,
-            extract=each.task.extract_answer,
-            make_transforms=each.make_transforms,
-            env_kwargs=each.chat,
-            **options,
-        )
-        for name, each in sets.items()
-    }
 
+    def __init__(
+        self, sets: Mapping[str, EvalSet], policy: TurnPolicy | None, source: SharedSource, log: LogConfig, **options
+    ):
+        self.source, self.log = source, log
+        self.evaluations = {
+            name: Evaluation(
+                policy,
+                each.prompts,
+                each.scorer,
+                num_samples=each.num_samples,
+                ks=each.ks,
+                extract=each.task.extract_answer,
+                make_transforms=each.make_transforms,
+                env_kwargs=each.chat,
+                **options,
+            )
+            for name, each in (sets.items() if policy is not None else ())
+        }
 
-def run_evaluations(
-    evaluations: Mapping[str, Evaluation], step: int, *, pages: Path | None, policy_version: int | None = None
-) -> dict[str, EvaluationResult]:
-    """Evaluate each set, and write a page of its transcripts.
+    def run(self, run: Run) -> None:
+        """Evaluate each set; log its metrics at the step of the weights, and a table of its greedy completions."""
+        with run.time("eval"):
+            results = self.source.on_main(partial(self._evaluate, run), "evaluation")
+            for name, result in (results or {}).items():  # none on the other ranks
+                run.log(result.metrics_of_set(name))
+                if self.log.samples:
+                    page = f"transcripts/{_page(name, run.step)}" if self.log.transcripts else None
+                    run.log_table(f"held-out completions{_of(name)}", result.table(self.log.samples, page=page))
 
-    Args:
-        evaluations: evaluations by the name of the set.
-        step: step of the weights.
-        pages: folder of the pages; None writes none.
-        policy_version: version of the weights, for the transcripts; None leaves it out.
-    """
-    results = {
-        name: each.run(keep_rows=pages is not None, policy_version=policy_version) for name, each in evaluations.items()
-    }
-    for name, result in results.items() if pages is not None else ():
-        title, tokenizer = f"Evaluation{_of(name)} after step {step}", evaluations[name].policy.tokenizer
-        write_evaluation_transcripts(pages / _page(name, step), result, tokenizer, title=title)
-    return results
-
-
-def log_evaluation(run: Run, results: dict[str, EvaluationResult], log: LogConfig) -> None:
-    """Log metrics of each set at the step of the weights, and a table of its greedy completions."""
-    for name, result in results.items():
-        run.log(result.metrics_of_set(name))
-        if log.samples:
-            page = f"transcripts/{_page(name, run.step)}" if log.transcripts else None
-            run.log_table(f"held-out completions{_of(name)}", result.table(log.samples, page=page))
+    def _evaluate(self, run: Run) -> dict[str, EvaluationResult]:
+        """Evaluate each set on rank 0, and write a page of its transcripts."""
+        pages, version = self.log.transcripts, self.source.source.collector.policy_version
+        results = {name: each.run(keep_rows=pages, policy_version=version) for name, each in self.evaluations.items()}
+        for name, result in results.items() if pages else ():
+            file, title = run.directory / "transcripts" / _page(name, run.step), f"Evaluation{_of(name)}"
+            tokenizer = self.evaluations[name].policy.tokenizer
+            write_evaluation_transcripts(file, result, tokenizer, title=f"{title} after step {run.step}")
+        return results
 
 
 def _of(name: str) -> str:

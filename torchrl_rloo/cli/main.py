@@ -19,10 +19,9 @@ from torchrl_rloo.cli.watch import add_watch_options, watch
 from torchrl_rloo.runtime.lookup import did_you_mean
 
 RECIPES = {  # file in the recipes folder, then arguments that precede the user's
-    "rloo": ("rloo/rloo_sync.py",),
-    "rloo_tools": ("rloo/rloo_sync.py", "--config", "rloo_tools"),
-    "rloo_agent": ("rloo/rloo_sync.py", "--config", "rloo_agent"),
-    "rloo_async": ("rloo/rloo_async.py",),
+    "rloo": ("rloo/rloo.py",),
+    "rloo_tools": ("rloo/rloo.py", "--config", "rloo_tools"),
+    "rloo_agent": ("rloo/rloo.py", "--config", "rloo_agent"),
     "reward_model": ("reward_model/reward_model.py",),
     "evaluate": ("evaluate/evaluate.py",),
 }
@@ -156,18 +155,7 @@ def cp(recipe: str, target: str, settings: Sequence[str]) -> None:
         for name in (source.stem, recipe):
             text = text.replace(f"outputs/{name}/", f"outputs/{copy.stem}/")
         file.write_text(text, encoding="utf-8")
-    for sibling in _imported_siblings(source):
-        if not (other := copy.parent / sibling.name).exists():
-            other.write_text(sibling.read_text(encoding="utf-8"), encoding="utf-8")
-            print(f"{other}: parts that the recipe imports")
     print(f"{copy}: recipe\n{copy.with_suffix('.yaml')}: settings\nrun it: python {copy}")
-
-
-def _imported_siblings(recipe: Path) -> list[Path]:
-    """Return the files of a recipe's folder that it imports."""
-    nodes = ast.walk(ast.parse(recipe.read_text(encoding="utf-8")))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return [file for name in names if (file := recipe.parent / f"{name}.py").is_file()]
 
 
 def plan(
@@ -190,15 +178,14 @@ def plan(
     from torchrl_rloo.cli.recipe import PROGRAM, error_line, parse_args
 
     # The recipe checks its settings and prints an error itself
-    file, config = recipe_file(recipe), None
+    file, cfg = recipe_file(recipe), None
     PROGRAM.set(f"torchrl-rloo plan {recipe}")
     try:
         arguments = [*RECIPES.get(recipe, ("",))[1:], *settings]
-        config = load_recipe(file).Config
-        cfg = parse_args(config, file, None, arguments)
+        cfg = parse_args(load_recipe(file).Config, file, None, arguments)
         print_plan(cfg, ranks=ranks, gpu_memory=gpu_memory, prompt_tokens=prompt_tokens)
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        _fail(error_line(error, config))
+        _fail(error_line(error, cfg))
 
 
 def check(recipe: str, settings: Sequence[str]) -> None:
@@ -213,17 +200,16 @@ def check(recipe: str, settings: Sequence[str]) -> None:
     from torchrl_rloo.cli.recipe import PROGRAM, error_line, parse_args
 
     sys.path.insert(0, str(Path.cwd()))  # settings may name modules in the working directory
-    file, config = recipe_file(recipe), None
+    file, cfg = recipe_file(recipe), None
     PROGRAM.set(f"torchrl-rloo check {recipe}")
     try:
         module = load_recipe(file)
-        config = module.Config
-        cfg = parse_args(config, file, module.__doc__, [*RECIPES.get(recipe, ("",))[1:], *settings])
-        passed = all(finding.level != "error" for finding in check_recipe(module, cfg))
+        cfg = parse_args(module.Config, file, module.__doc__, [*RECIPES.get(recipe, ("",))[1:], *settings])
+        passed = all(finding.level != "error" for finding in check_recipe(module.main, cfg))
     except Exception as error:
         if "--traceback" in settings:
             raise
-        _fail(f"{error_line(error, config)} (--traceback shows where)")
+        _fail(f"{error_line(error, cfg)} (--traceback shows where)")
     raise SystemExit(0 if passed else 1)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.cli.fields import known_settings, non_null_fields
 from torchrl_rloo.cli.recipe import import_recipe
-from torchrl_rloo.cli.schema import known_settings, non_null_fields
 
 GIB = 2**30
 PROMPT_TOKENS = 512  # assumed length of a prompt, if nothing limits it
@@ -19,7 +19,6 @@ _TRAIN = (
     "parallel",
     "shard_size",
     "load_shards",
-    "reduce",
     "precision",
     "offload",
 )
@@ -168,7 +167,7 @@ def _lengths(cfg: Any, config: Any, prompt_tokens: int | None) -> tuple[dict[str
     # The turns, each of which may sample as much as it can
     environment, task = cfg.environment, resolve_task(**non_null_fields(cfg.task))
     turns = environment.max_turns or task.limits.get("max_turns", 1)
-    turn = min(cfg.generate.max_new_tokens, environment.max_turn_tokens or cfg.generate.max_new_tokens)
+    turn = min(cfg.generate.max_new_tokens, task.limits.get("max_turn_tokens") or cfg.generate.max_new_tokens)
     if turns > 1:
         notes.append(f"assumed: {turns} turns, without the tokens of feedback; environment.max_tokens bounds them")
     row = prompt + turns * turn

@@ -28,22 +28,23 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_rloo.cli.arguments import in_settings, raising_module
+from torchrl_rloo.cli.arguments import in_settings
 from torchrl_rloo.cli.dry_run import COVERED, NOT_COVERED, check_supported, dry_run, has_dry_run
 from torchrl_rloo.cli.dry_run import HELP as DRY_RUN_HELP
-from torchrl_rloo.cli.quoting import decode, quote, refuse_bare_escapes
-from torchrl_rloo.cli.schema import (
+from torchrl_rloo.cli.fields import (
     SettingError,
     check_names,
+    check_values,
     explain_error,
     free_sections,
     help_text,
+    iter_settings,
     near_match_hint,
     text_settings,
     to_object,
 )
+from torchrl_rloo.cli.quoting import decode, quote, refuse_bare_escapes
 from torchrl_rloo.cli.settings_file import settings_file
-from torchrl_rloo.cli.values import check_values
 from torchrl_rloo.runtime.files import make_folder, write_text
 from torchrl_rloo.runtime.masking import mask_urls
 
@@ -77,6 +78,7 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
     parser = argparse.ArgumentParser(prog=PROGRAM.get() or recipe.name, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="setting=value")
     parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--help-all", action="store_true")
     parser.add_argument("--config", "--config-name", metavar="NAME", help="file of settings")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
     parser.add_argument("--yaml", action="store_true", help="print a file of all settings")
@@ -89,8 +91,9 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
     text = None
     try:
         cfg = load_config(config, recipe, arguments.overrides, arguments.config)
-        if arguments.help:
-            text = _help(config, cfg, parser.prog, (description or "").replace(recipe.name, parser.prog))
+        if arguments.help or arguments.help_all:
+            description = (description or "").replace(recipe.name, parser.prog)
+            text = _help(config, cfg, parser.prog, description, everything=arguments.help_all)
         elif arguments.yaml:
             text = _settings_file(config, recipe, arguments.overrides, arguments.config)
         else:
@@ -226,7 +229,7 @@ def run_recipe(main: Callable[[C], None], cfg: C) -> None:
     except Exception as error:
         foreign = isinstance(error, DirectoryInUseError)  # the other process may have a traceback there
         output = None if foreign or tries else Path(cfg.output_dir)
-        _fail(error, cfg.__dict__.get("traceback", False), output, config=type(cfg))
+        _fail(error, cfg.__dict__.get("traceback", False), output, cfg=cfg)
 
 
 @contextmanager
@@ -242,11 +245,11 @@ def _fail(
     output: Path | None = None,
     *,
     once: bool = False,
-    config: type | None = None,
+    cfg: Any = None,
 ) -> None:
     """Print an error in one line and exit with code 1; ``once`` prints one that all ranks have on the first only.
 
-    With ``config``, arguments that the error names become its settings.
+    With settings, arguments that the error names become those.
     """
     if once and not _is_first_rank():
         raise SystemExit(1)
@@ -259,24 +262,24 @@ def _fail(
             file = write_text(output / "traceback.txt", mask_urls("".join(traceback.format_exception(error))))
             hint = f"traceback in {file}"
     rank = f"rank {number}: " if (number := os.environ.get("RANK", "0")) != "0" else ""
-    line = f"error: {rank}{mask_urls(error_line(error, config))}"
+    line = f"error: {rank}{mask_urls(error_line(error, cfg))}"
     print(f"{line} ({hint})" if output else line, file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
-def error_line(error: BaseException, config: type | None = None) -> str:
+def error_line(error: BaseException, cfg: Any = None) -> str:
     """Return an error's message in one line, with its type unless the message alone is clear.
 
     Args:
         error: error.
-        config: class of settings, whose names take the place of those of arguments. None leaves these.
+        cfg: settings, whose names take the place of those of arguments. None leaves these.
     """
     if isinstance(error, InstantiationException) and error.__cause__ is not None:  # its message only names the target
         target = re.search(r"'([\w.]+)'", str(error))
         return f"{target[1]}: {error_line(error.__cause__)}" if target else error_line(error.__cause__)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     plain = isinstance(error, _PLAIN_ERRORS) or type(error).__module__.startswith("torchrl_rloo")
-    text = text if config is None else in_settings(text, raising_module(error), config)
+    text = text if cfg is None else in_settings(text, error, cfg)
     return " ".join(text.split() if plain else [f"{type(error).__name__}:", *text.split()]) or type(error).__name__
 
 
@@ -357,6 +360,7 @@ def group_settings() -> list[str]:
     for file in GROUPS.glob("*/*.yaml"):
         if "@package _global_" in (text := file.read_text(encoding="utf-8")):
             content = yaml.safe_load(text)
+            content.pop("defaults", None)
             found |= {f"{section}.{name}": None for section in content for name in content[section]}
     return [name for name in found if name.partition(".")[0] not in DEFAULT_GROUPS]
 
@@ -370,20 +374,31 @@ def _settings_file(config: type, recipe: Path, overrides: Sequence[str], file: s
     return settings_file(config, cfg, recipe.name, choices, from_groups)
 
 
-def _help(config: type, cfg: DictConfig, prog: str, description: str) -> str:
+def _help(config: type, cfg: DictConfig, prog: str, description: str, *, everything: bool) -> str:
     groups = [
         f"  {name}=  {', '.join(sorted(file.stem for file in folder.glob('[!_]*.yaml')))}"
         for name, folder in _groups(config).items()
     ]
-    dry = has_dry_run(config)
+    dry, common, number = (
+        has_dry_run(config),
+        getattr(config, "common", ()),
+        sum(bool(setting.default) for setting in iter_settings(config)),
+    )
+    some = bool(common) and not everything
+    listed = f"Common settings; --help-all lists all {number}:" if some else "Settings and their values:"
     return "\n".join(
         [
             f"usage: {prog} [--config NAME] {'[--dry-run] ' * dry}[--traceback] [--yaml] [setting=value ...]\n",
             description.strip(),
-            *([f"\n{DRY_RUN_HELP};\n{COVERED};\n{NOT_COVERED}"] if dry else []),
-            "\n--yaml prints a file of all settings; save it as recipe.yaml next to recipe.py",
+            *([f"\n{DRY_RUN_HELP};\n{COVERED};\n{NOT_COVERED}"] if dry and not some else []),
+            *(
+                ["\n--dry-run tries all of it for one step, with a tiny model in a temporary folder"]
+                if dry and some
+                else []
+            ),
+            "--yaml prints a file of all settings; save it as recipe.yaml next to recipe.py",
             *(["\nGroups of settings:", *groups] if groups else []),
-            "\nSettings and their values:",
-            help_text(config, cfg),
+            f"\n{listed}",
+            help_text(config, cfg, common if some else ()),
         ]
     )

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_rloo.cli.schema import iter_settings
+from torchrl_rloo.cli.fields import iter_settings
 
 HEADER = """\
 # Settings of {name}. The command line overrides them; they override those of the task and the engine chosen below.
@@ -37,13 +37,14 @@ def settings_file(
     values = OmegaConf.to_container(cfg, resolve=False)
     groups = "".join(f"\n  - override {group}: {file}" for group, file in choices.items())
     lines = [HEADER.format(name=name, groups=groups)]
-    for setting, default, comment in iter_settings(config):
-        *sections, leaf = setting.split(".")
+    for setting in iter_settings(config):
+        *sections, leaf = setting.name.split(".")
+        comment = setting.comment
         if (sections or [leaf])[0] in choices:
             continue
-        if default:
-            text = f"{leaf}: {_flow(_find(values, setting))}"
-            if setting in from_groups:
+        if setting.default:
+            text = f"{leaf}: {_flow(_find(values, setting.name))}"
+            if setting.name in from_groups:
                 text, comment = f"# {text}", f"{comment}; commented out: set by the task or engine".lstrip("; ")
         else:  # a section
             text = f"{leaf}:" if sections else f"\n{leaf}:"

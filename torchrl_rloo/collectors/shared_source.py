@@ -10,9 +10,12 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_rloo.collectors.source import GroupSource, StepRows
+from torchrl_rloo.data import keys
 from torchrl_rloo.data.metadata import OwnRows
-from torchrl_rloo.data.rows import stack_rows, tensor_row, unbind_rows
+from torchrl_rloo.data.rows import stack_rows, tensor_row, tensor_rows, unbind_rows
 from torchrl_rloo.engines.root import gathered
+from torchrl_rloo.modules.reference import Scorer, record_log_probs
+from torchrl_rloo.replay.cache import FIRST_CACHED_GROUP
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.weight_update import WeightUpdater
 
@@ -87,7 +90,7 @@ class SharedSource:
                 self.offloaded.to("cpu")
 
     def collect(self) -> StepRows:
-        """Return the rows of the next step: those of rank 0, on the other ranks without text.
+        """Return the rows of the next step: those of rank 0, which are sampled with text there and trained on without.
 
         Raises:
             DatasetExhaustedError: if the dataset's epochs have ended.
@@ -98,7 +101,8 @@ class SharedSource:
             # Rows that are trained on and sampled are the same objects
             rows = {id(row): row for part in step_rows if part is not None for row in part.unbind(0)}
             self.finish(stack_rows(list(rows.values())))
-        return step_rows
+        trained, sampled = step_rows
+        return StepRows(None if trained is None else tensor_rows(trained), sampled)
 
     def _collect(self) -> StepRows:
         collected: list[StepRows] = []
@@ -122,6 +126,30 @@ class SharedSource:
     def rows_of(self) -> Callable[[TensorDictBase], TensorDictBase] | None:
         """Function from a batch of the collected rows to this rank's rows of it; None if the batch has the rows."""
         return None if self.own is None else self.own.rows_of
+
+    def record_log_probs(
+        self, rows: TensorDictBase, scorer: Scorer, *, current: bool = False, **limits: Any
+    ) -> TensorDictBase:
+        """Score the step's rows with the training model before its first update on them, on all ranks together.
+
+        Args:
+            rows: rows of :meth:`collect` to train on, which get the log-probs and entropies in place.
+            scorer: scorer of the training model.
+            current: True scores only what parity compares: whole rows that the current weights sampled for this step.
+            **limits: limits of a pass, see :func:`~torchrl_rloo.modules.record_log_probs`.
+
+        Returns:
+            The scored rows of this rank ``[n]``, of which there may be none.
+        """
+        own = unbind_rows(rows if self.own is None else self.own.rows)
+        own = [row for row in own if self._is_current(row)] if current else own
+        options = {"entropy": keys.PROXIMAL_ENTROPY, "ranks": self.ranks, "split": self.own is None}
+        return record_log_probs(scorer, stack_rows(own), **options, **limits)
+
+    def _is_current(self, row: TensorDictBase) -> bool:
+        cached = int(row[keys.GROUP_ID]) >= FIRST_CACHED_GROUP  # whose log-probs are already the trainer's
+        whole = keys.PREVIOUS_SEGMENTS not in row.keys()
+        return whole and not cached and int(row[keys.POLICY_VERSION]) == self.policy_version
 
     def with_text(self, rows: TensorDictBase) -> list[TensorDictBase]:
         """Return collected rows with their text, on rank 0.

@@ -53,9 +53,9 @@ def test_every_metric_of_a_rule_is_defined():
 
 def test_settings_that_remedies_name_exist():
     from support.recipes import load_recipe
-    from torchrl_rloo.cli.schema import known_settings
+    from torchrl_rloo.cli.fields import known_settings
 
-    known = {*known_settings(load_recipe("rloo").Config), *known_settings(load_recipe("rloo_async").Config)}
+    known = {*known_settings(load_recipe("rloo").Config)}
     free = ("loss", "task.mixture", "lora")
     for rule in RULES:
         for name in re.findall(r"\b(?:[a-z]+\.)[a-z_]+\b", rule.remedy):

@@ -474,7 +474,7 @@ SYSTEM_RULES = (
         time_share("collect", 0.9),
         ("time/step", "time/collect"),
         "Sampling takes more than 90 % of the time, and the trainer waits.",
-        "Add engines, sample ahead (rloo_async), or cut the longest completions.",
+        "Add engines, sample ahead (collector.max_staleness=1), or cut the longest completions.",
         "below 0.9",
         "https://arxiv.org/abs/2505.24298 (AReaL: the longest completions hold up a batch)",
         "info",

@@ -13,7 +13,6 @@ import pytest
 from support.processes import children, process_state, wait_until_gone
 from support.recipes import settings
 from support.waiting import wait_until
-from torchrl_rloo.cli.sampling_config import engine_arguments
 from torchrl_rloo.collectors import check_audit
 from torchrl_rloo.ray.engine import Placement
 
@@ -21,6 +20,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 STEPS, PROMPTS = 4, 4
+RAY = "inference=ray_transformers"
 TINY = [
     f"plan.steps={STEPS}",
     f"plan.prompts_per_step={PROMPTS}",
@@ -37,7 +37,7 @@ TINY = [
 
 
 def test_killed_ranks_resume_and_train_on_rows_that_they_fetch(warm_model, own: Path, tmp_path: Path):
-    command = [sys.executable, "-m", "torchrl_rloo.cli.main", "run", "--ranks", "2", "rloo_async", *TINY]
+    command = [sys.executable, "-m", "torchrl_rloo.cli.main", "run", "--ranks", "2", "rloo", RAY, *TINY]
     command += ["train.parallel=fsdp", f"model.name={warm_model()}", f"output_dir={tmp_path}", "checkpoint.every=1"]
     command += ["reward.functions=[own_rewards.distinct]"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(own), *sys.path]))}
@@ -76,12 +76,12 @@ def _stopped(process: subprocess.Popen) -> list[int]:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("inference=vllm", "inference.engine=torchrl_rloo.engines.VLLMEngine is not an engine of a cluster"),
         ("curriculum.refill={}", "curriculum.refill needs all rows on rank 0"),
+        ("rollouts.path=a", "rollouts.path=a needs the rows on rank 0"),
         ("inference.sleep=true", "inference.sleep=True has no effect on a cluster"),
         ("collector.max_batch_size=4", "collector.max_batch_size=4 has no effect on a cluster"),
         ("ray.num_workers=0", "ray.num_workers=0 must be at least 1"),
-        ("ray={address:auto,num_cpus:4}", "ray.num_cpus=4 and ray.dashboard=False are of a local cluster"),
+        ("ray={address:auto,num_cpus:4}", "ray.num_cpus=4 is of a local cluster"),
         (
             "train={parallel:fsdp,tensor_parallel:2,packing:none}",
             "train.tensor_parallel=2 cannot be combined with rows",
@@ -90,26 +90,33 @@ def _stopped(process: subprocess.Popen) -> list[int]:
 )
 def test_settings_without_effect_are_refused(override, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        settings("rloo_async", override)
+        settings("rloo", RAY, *override.split())
 
 
-def test_an_engine_of_a_cluster_requires_one():
-    with pytest.raises(ValueError, match="inference.engine=RayEngine requires a cluster; use rloo_async"):
-        settings("rloo", "inference=ray_vllm")
+@pytest.mark.parametrize("more", [[], ["inference=vllm"]])
+def test_settings_of_a_cluster_require_its_engines(more):
+    with pytest.raises(ValueError, match="ray.num_workers=3 has no effect without engines on a cluster"):
+        settings("rloo", *more, "ray.num_workers=3")
+
+
+def test_engines_of_a_cluster_sample_ahead_unless_told_otherwise():
+    assert settings("rloo").collector.max_staleness is None
+    assert settings("rloo", RAY).collector.max_staleness == 2
+    assert settings("rloo", RAY, "collector.max_staleness=0").collector.max_staleness == 0
 
 
 def test_a_process_of_a_job_joins_its_cluster(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert settings("rloo_async").ray.local(engines=2) == {}
-    assert settings("rloo_async", "ray.num_cpus=4").ray.local(engines=2)["num_cpus"] == 4  # refused by the session
+    assert settings("rloo", RAY).ray.local(engines=2) == {}
+    assert settings("rloo", RAY, "ray.num_cpus=4").ray.local(engines=2)["num_cpus"] == 4  # the session refuses it
 
 
 def test_settings_of_engines_on_gpus_fit_together():
     sizes = ["inference.engine.num_gpus=2", "inference.engine.make_engine.tensor_parallel_size=2"]
     place = ["inference.engine.resources={engine:1}", "ray.worker_options={resources:{worker:1}}"]
-    cfg = settings("rloo_async", "inference=ray_vllm_gpu", "inference.replicas=4", "ray.address=auto", *sizes, *place)
+    cfg = settings("rloo", "inference=ray_vllm_gpu", "inference.replicas=4", "ray.address=auto", *sizes, *place)
     engine = dict(cfg.inference.engine)
-    made = engine_arguments(cfg.inference)
+    made = cfg.inference.arguments
     assert made["tensor_parallel_size"] == 2 and made["dtype"] == "bfloat16"
     Placement(1, engine["num_gpus"], engine["resources"], None, "STRICT_PACK", None).check(made)
     assert cfg.inference.updater["transport"]["_target_"].endswith(".VLLMNCCL")

@@ -1,0 +1,601 @@
+"""Sections of RLOO training alone: sizes, passes, rewards, KL, sampling, groups, stored rows, evaluation, checks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from torchrl_rloo.cli.config import check_ks
+from torchrl_rloo.cli.fields import (
+    Count,
+    DType,
+    NonNegative,
+    OneOf,
+    Positive,
+    Range,
+    Whole,
+    non_null_fields,
+    parse_section,
+)
+from torchrl_rloo.runtime.lookup import check_path, import_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from torchrl_rloo.collectors import GroupSource, LLMCollector, StoredRollouts
+    from torchrl_rloo.data import PromptDataset, PromptSampler
+    from torchrl_rloo.diagnostics import TrainingPlan
+    from torchrl_rloo.envs import DatasetChatEnv
+    from torchrl_rloo.envs.tasks import TaskBase
+    from torchrl_rloo.envs.transforms import RewardTransform
+    from torchrl_rloo.modules import TransformersWrapper, TurnPolicy
+    from torchrl_rloo.replay import MCAdvantage, RolloutWriter
+    from torchrl_rloo.runtime.ranks import Ranks
+    from torchrl_rloo.weight_update import WeightUpdater
+
+Offload = Annotated[str, OneOf("activations", "optimizer", "parameters")]
+Packing = Annotated[str, OneOf("none", "packed", "shared_prefix")]
+Parallel = Annotated[str, OneOf("none", "ddp", "fsdp")]
+ExecutorMode = Annotated[str, OneOf("inline", "thread", "process")]
+KLPlace = Annotated[str, OneOf("reward", "token", "loss")]
+OnStale = Annotated[str, OneOf("mask", "baseline", "requeue", "wait")]
+OnFailure = Annotated[str, OneOf("abstain", "replace")]
+CheckMode = Annotated[str, OneOf("warn", "stop", "off")]
+
+# First words of metric names eval/<word> that are not sets
+RESERVED_SETS = ("tasks", "greedy", "sampled", "failed", "abstained")
+_SET_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,39}", re.ASCII)
+
+
+@dataclass
+class PlanConfig:
+    """Sizes of a run."""
+
+    steps: Count = 120  # number of training steps; each samples one rollout batch
+    prompts_per_step: Count = 16  # prompts of a rollout batch
+    num_generations: Count = 8  # completions of each prompt, which form a group
+    minibatches: Count = 1  # optimizer steps in each epoch over a rollout batch
+    epochs_per_batch: Count = 1  # epochs over each rollout batch
+    micro_batch_size: Count | None = None  # rows per forward and backward pass; null: a whole minibatch
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps of the run."""
+        return self.steps * self.minibatches * self.epochs_per_batch
+
+    def make(self, **sizes: Any) -> TrainingPlan:
+        """Return the plan with the sizes of prompts, turns and model; raise ``ValueError`` if they do not fit."""
+        from torchrl_rloo.diagnostics import TrainingPlan
+
+        return TrainingPlan(**asdict(self), **sizes)
+
+
+@dataclass
+class TrainConfig:
+    """Settings of a training step."""
+
+    packing: Packing = "none"  # rows: none (padded), packed (end to end), shared_prefix (common beginnings once)
+    micro_batch_tokens: Count | None = None  # tokens per pass, also of the reference model; null: no limit
+    max_grad_norm: Positive | None = 1.0  # largest norm of the gradient; null: no clipping
+    precision: Annotated[str, OneOf("float32", "bfloat16")] = "float32"  # of passes; the model's weights stay float32
+    float32_head: bool = False  # with precision=bfloat16, compute logits from float32 states and weights
+    parallel: Parallel = "none"  # use of several ranks: none (one process), ddp (whole model on each), fsdp (sharded)
+    shard_size: Count | None = None  # with parallel=fsdp, ranks that share a copy of the model; null: all ranks
+    load_shards: bool = False  # with parallel=fsdp, each rank reads only its shards of the model's files
+    tensor_parallel: Count = 1  # neighboring ranks that split the matrices of each layer
+    context_parallel: Count = 1  # ranks that split the tokens of each pass, for long rows; requires packing
+    rank_timeout: Positive = 7200.0  # seconds that a rank waits for the others, also for rank 0 to sample or evaluate
+    offload: list[Offload] = field(default_factory=list)  # what waits in CPU memory: activations, optimizer, parameters
+
+    def __post_init__(self):
+        if self.float32_head and self.precision == "float32":
+            raise ValueError("train.float32_head=true has no effect with train.precision=float32; set it to false")
+        if self.shard_size is not None and self.parallel != "fsdp":
+            raise ValueError(f"train.shard_size={self.shard_size} requires train.parallel=fsdp; set it to null")
+        if self.load_shards and self.parallel != "fsdp":
+            raise ValueError("train.load_shards=true requires train.parallel=fsdp; set it to false")
+        if self.context_parallel > 1:
+            requires = f"train.context_parallel={self.context_parallel} requires"
+            if self.packing == "none":
+                raise ValueError(f"{requires} train.packing=packed or shared_prefix; set it to 1")
+            if self.parallel == "none":
+                raise ValueError(f"{requires} train.parallel=ddp or fsdp; set it to 1")
+        if "parameters" in self.offload and self.parallel != "fsdp":
+            raise ValueError("train.offload=[parameters] requires train.parallel=fsdp; set it, or remove parameters")
+        if {"parameters", "optimizer"} <= set(self.offload):
+            raise ValueError("train.offload: parameters also keeps the optimizer's states on the CPU; remove optimizer")
+
+    def join_ranks(self, device: str) -> Ranks:
+        """Join the ranks that train together; a single one if there are no others."""
+        from torchrl_rloo.runtime.ranks import Ranks
+
+        split = {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
+        return Ranks.from_environment(device, timeout=self.rank_timeout, group=self.parallel != "none", **split)
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """Arguments of policies about precision; FSDP itself casts the weights that it gathers."""
+        return {} if self.parallel == "fsdp" else {"precision": self.precision, "float32_head": self.float32_head}
+
+    def distribute(self, model: PreTrainedModel, ranks: Ranks, source: str, **kwargs: Any) -> None:
+        """Distribute a model over the ranks in place; if they read only their shards, load these from ``source``."""
+        from torchrl_rloo.modules import load_shards
+        from torchrl_rloo.training import shard_model
+
+        options = {}
+        if self.parallel == "fsdp":
+            options = {"precision": self.precision, "float32_head": self.float32_head, "shard_size": self.shard_size}
+            options |= {"offload_parameters": "parameters" in self.offload}
+        shard_model(model, ranks, self.parallel, **options)
+        if self.load_shards:
+            load_shards(model, source, device=ranks.device, **kwargs)
+
+
+@dataclass
+class ExecutorConfig:
+    """Execution of reward functions."""
+
+    mode: ExecutorMode = "inline"  # inline, thread (waiting functions), or process (survives hangs and crashes)
+    workers: Count | None = None  # number of threads or processes; null: the default of the mode
+    timeout: Positive | None = None  # seconds per sample; null: the default of the mode
+    rows_per_call: Count | None = None  # samples per call of a function; null: the default of the mode
+    environment: list[str] | None = None  # variables that processes get, such as [OPENAI_API_KEY]; null: no keys
+
+
+@dataclass
+class RewardConfig:
+    """Reward functions and their combination."""
+
+    functions: list[Any] | None = None  # names, dotted paths or {_target_: name, key: value}; null: the task's
+    weights: list[float] | None = None  # weight of each function; null: 1 each, or the task's
+    clip_range: list[float] | None = None  # bounds [low, high] of the weighted sum; null: no clipping
+    max_consecutive_failures: Count | None = 100  # consecutive failed samples that stop the run; null: never stop
+    deduplicate: bool = True  # score identical completions of a prompt once; set false for random rewards
+    shaping: list[Any] = field(default_factory=list)  # transforms of scores: [{_target_: ...NormalizeRewards}]
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)  # of the functions; failed samples abstain
+
+    def __post_init__(self):
+        if self.clip_range is not None and (len(self.clip_range) != 2 or not self.clip_range[0] < self.clip_range[1]):
+            raise ValueError(f"reward.clip_range={self.clip_range} must be [low, high] with low < high")
+
+    def make(self, task: TaskBase, quarantine: Path | None) -> RewardTransform:
+        """Build the reward functions: the user's, or the task's; ``quarantine`` is the file of failed samples."""
+        from torchrl_rloo.envs.tasks import CUSTOM
+        from torchrl_rloo.envs.transforms import RewardTransform
+        from torchrl_rloo.rewards import load_reward, make_executor
+
+        own = self.functions is not None
+        if self.functions == [] and (task is CUSTOM or task.make_rewards()):
+            raise ValueError("reward.functions=[] leaves nothing to learn from; name one, or use null for the task's")
+        return RewardTransform(
+            [load_reward(spec) for spec in self.functions] if own else task.make_rewards(),
+            weights=self.weights if own or self.weights else task.reward_weights,
+            clip_range=self.clip_range,
+            executor=make_executor(**asdict(self.executor)),
+            max_consecutive_failures=self.max_consecutive_failures,
+            deduplicate=self.deduplicate,
+            quarantine=quarantine,
+        )
+
+    def make_shaping(self, rewards: RewardTransform) -> list:
+        """Build the transforms of scores."""
+        from hydra.utils import instantiate
+
+        return [instantiate(spec, rewards) for spec in self.shaping]
+
+
+@dataclass
+class KLConfig:
+    """KL to the initial model."""
+
+    where: KLPlace | None = None  # reward (return), token (advantages), loss (term); null: the method's
+    coeff: NonNegative | None = 0.0  # coefficient of the KL; 0: no KL and no reference model; null: the method's
+    estimator: Annotated[str, OneOf("k1", "k2", "k3")] | None = None  # k1, k2 or k3; null: the method's
+    clip: Positive | None = None  # bound of the KL of a token, in nats, for where=token; null: the method's
+    target: Positive | None = None  # KL to hold by adapting the coefficient, in nats per action token; null: constant
+
+    def __post_init__(self):
+        for name in ("where", "estimator", "clip", "target"):
+            if self.coeff == 0 and getattr(self, name) is not None:
+                value = getattr(self, name)
+                raise ValueError(f"kl.{name}={value} has no effect with kl.coeff=0; set kl.coeff (null: the method's)")
+
+
+@dataclass
+class ReferenceConfig:
+    """Reference model of the KL."""
+
+    sync_every: Whole = 0  # steps between moves of the reference towards the model; 0: it stays the initial model
+    share: Annotated[float, Range(0, 1, above=True)] = 0.6  # share of the model's weights in a move; 1: replace it
+
+    def __post_init__(self):
+        if not self.sync_every and self.share != ReferenceConfig.share:
+            raise ValueError(f"reference.share={self.share} has no effect with reference.sync_every=0; set sync_every")
+
+    def make(self, trainer: TransformersWrapper, copy: PreTrainedModel | None) -> Any:
+        """Build the scorer of the initial model: of its copy, which may move, or of the model without its adapter."""
+        from torchrl_rloo import modules
+
+        if copy is None:
+            return modules.AdapterReference(trainer)
+        scorer = trainer.get_new_version(model=copy)
+        return modules.MovingReference(scorer, trainer.model, self.share) if self.sync_every else scorer
+
+
+@dataclass
+class SamplerConfig:
+    """Weights that the sampler uses."""
+
+    share_weights: bool = True  # sample with the training model; false: with a copy
+    dtype: DType | None = None  # data type of the copy, e.g. bfloat16; null: the training model's
+    sync_every: Whole = 1  # steps between weight updates of the copy; 0: never
+    offload: bool = False  # keep the copy in CPU memory while the model trains; requires a GPU
+
+    def __post_init__(self):
+        if self.share_weights and (self.dtype is not None or self.sync_every != 1):
+            raise ValueError(
+                f"sampler.dtype={self.dtype} and sampler.sync_every={self.sync_every} cannot be combined with "
+                "sampler.share_weights=true; set it to false"
+            )
+        if self.share_weights and self.offload:
+            raise ValueError("sampler.offload=true requires sampler.share_weights=false, a copy to move")
+
+    def make(self, model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel | None:
+        """Return the model itself, or a copy on rank 0, where the others have None."""
+        from torchrl_rloo.data import parse_dtype
+        from torchrl_rloo.modules import frozen_copy
+
+        if self.share_weights:
+            return model
+        return frozen_copy(model, self.dtype and parse_dtype(self.dtype)) if ranks.is_main else None
+
+
+@dataclass
+class CollectorConfig:
+    """Scheduling of conversations."""
+
+    max_staleness: Whole | None = None  # updates between sampling and training of a token; samples ahead if > 0
+    on_stale: OnStale = "mask"  # older tokens: mask them, baseline (mask their rows), requeue groups, or wait
+    min_members: Count | None = None  # ended members with which a group may be trained on; null: all
+    on_failure: OnFailure = "abstain"  # failed conversations: abstain, or replace by another of the prompt
+    max_in_flight: Any = None  # conversations in flight; {minimum: 8, maximum: 512}: by engine load; null: all
+    reward_threads: Count = 1  # groups scored in parallel
+    max_batch_size: Count | None = None  # rows per batch of the Hugging Face model; null: all that wait
+    max_consecutive_failures: Count | None = 100  # consecutive failed turns that stop the run; null: never stop
+    max_failed_pushes: Count = 3  # consecutive failed weight updates that stop the run
+    audit: bool = False  # record every change of a group's state in ledger.jsonl of output_dir
+
+    def __post_init__(self):
+        limits = self.max_in_flight
+        bounds = (limits.get("minimum"), limits.get("maximum")) if isinstance(limits, dict) else (limits, limits)
+        valid = limits is None or (all(type(b) is int for b in bounds) and 1 <= bounds[0] <= bounds[1])
+        if not valid or (isinstance(limits, dict) and len(limits) != 2):
+            raise ValueError(
+                f"collector.max_in_flight={limits} must be a number of at least 1, or {{minimum: 8, maximum: 512}}, or "
+                "null"
+            )
+
+    def make(
+        self,
+        env: DatasetChatEnv,
+        policy: TurnPolicy,
+        updater: WeightUpdater,
+        *,
+        seed: int,
+        output_dir: str,
+        writer: RolloutWriter | None = None,
+        workers: RayConfig | None = None,
+    ) -> LLMCollector:
+        """Build the collector: in this process, or with the workers of a cluster.
+
+        Args:
+            env: environment with its prompts.
+            policy: policy.
+            updater: updater of the policy's weights.
+            seed: seed of the samples.
+            output_dir: directory of the run.
+            writer: writer of all rows. None writes none.
+            workers: settings of the workers. None samples in this process.
+        """
+        from torchrl_rloo.collectors import AdaptiveConcurrency, LLMCollector
+
+        settings = asdict(self) | {"audit": Path(output_dir) / "ledger.jsonl" if self.audit else None}
+        if isinstance(limits := self.max_in_flight, dict):
+            settings["max_in_flight"] = AdaptiveConcurrency(**limits)
+        settings |= {"weight_updater": updater, "seed": seed, "postproc": writer}
+        if workers is None:
+            return LLMCollector(env, policy, **settings)
+        from torchrl_rloo.ray import RayLLMCollector
+
+        return RayLLMCollector(env, policy, **settings, **workers.arguments)
+
+
+@dataclass
+class RayConfig:
+    """Cluster and rollout workers, for engines that are actors, such as inference=ray_vllm."""
+
+    address: str | None = None  # cluster to join: auto, or host:port of its head; null: start a local one
+    num_cpus: Count | None = None  # CPUs that a local cluster lends; null: one for each engine and worker, at least
+    num_workers: Count = 2  # rollout workers: environment, tools and rewards of their conversations
+    worker_options: dict[str, Any] = field(default_factory=dict)  # options of their actors: {num_cpus: 2}
+    worker_conversations: Count | None = None  # conversations that a worker is given at a time; null: no limit
+    beat_timeout: Positive = 60.0  # seconds in which a worker must answer a heartbeat; then it is replaced
+    start_timeout: Positive = 600.0  # seconds in which a worker must start, with its wait for a place
+
+    def __post_init__(self):
+        if self.address is not None and self.num_cpus is not None:
+            raise ValueError(
+                f"ray.num_cpus={self.num_cpus} is of a local cluster and cannot be combined with "
+                f"ray.address={self.address}"
+            )
+
+    def prepare(self) -> None:
+        """Set what Ray reads when it is imported: all ranks authenticate to the local cluster that rank 0 starts."""
+        if self.address is None and "RAY_ADDRESS" not in os.environ:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+    def local(self, engines: int) -> dict[str, Any]:
+        """Return the arguments of ``ray.init`` for a local cluster with a number of engines; none for a running one."""
+        if self.address is not None or (os.environ.get("RAY_ADDRESS") and self.num_cpus is None):
+            return {}
+        return {"num_cpus": self.num_cpus or engines + self.num_workers}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :class:`~torchrl_rloo.ray.RayLLMCollector` about workers."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("address", "num_cpus")}
+
+
+@dataclass
+class PassRateConfig:
+    """Arguments of PassRatePool; null takes its default."""
+
+    target: list[float] | None = None  # lowest and highest preferred pass rate
+    floor: float | None = None  # share of the draws that is uniform over all prompts
+    window: int | None = None  # latest groups of a prompt that its pass rate covers
+    retire: float | None = None  # pass rate at which a prompt is no longer drawn
+    success: float | None = None  # smallest return that counts as passed
+
+
+@dataclass
+class RerollsConfig:
+    """Arguments of DeferredRerolls; null takes its default."""
+
+    delay: int | None = None  # draws until the first re-roll; null: those of ten steps
+    growth: float | None = None  # factor of the delay from one re-roll to the next
+    max_share: float | None = None  # largest share of the draws
+    max_tries: int | None = None  # re-rolls per prompt
+    threshold: float | None = None  # largest return of an unsolved prompt
+
+
+@dataclass
+class RefillConfig:
+    """Arguments of RefillingCollector and ZeroSignalFilter; null takes their defaults."""
+
+    max_batches: Count | None = None  # rollout batches to collect for one step, at most
+    max_age: Whole | None = None  # policy versions that a surplus group may be stale
+    tolerance: float | None = None  # largest difference of returns in a group without signal
+
+
+@dataclass
+class CacheConfig:
+    """Arguments of GroupCache; null takes its default."""
+
+    capacity: Count = 64  # groups to keep
+    max_uses: int | None = None  # uses of each group
+    max_age: int | None = None  # policy versions that a group may be stale
+
+
+@dataclass
+class CurriculumConfig:
+    """Choice of prompts and groups to train on; all off by default."""
+
+    pass_rate: Any = None  # prefer prompts solved sometimes: {target: [0.1, 0.9], floor, window, retire, success}
+    rerolls: Any = None  # draw unsolved prompts again later: {delay, growth, max_share: 0.25, max_tries, threshold}
+    refill: Any = None  # sample until the batch is full of groups with signal: {max_batches: 4, max_age, tolerance}
+    cache: Any = None  # fill the rest of a refilled batch with earlier groups: {capacity: 64, max_uses, max_age}
+
+    def __post_init__(self):
+        self.pass_rate = parse_section(PassRateConfig, self.pass_rate, "curriculum.pass_rate")
+        self.rerolls = parse_section(RerollsConfig, self.rerolls, "curriculum.rerolls")
+        self.refill = parse_section(RefillConfig, self.refill, "curriculum.refill")
+        self.cache = parse_section(CacheConfig, self.cache, "curriculum.cache")
+        if self.cache is not None and self.refill is None:
+            raise ValueError("curriculum.cache requires curriculum.refill; set curriculum.refill={}")
+
+    def make_sampler(
+        self, task: TaskBase, prompts: PromptDataset, rewards: RewardTransform, prompts_per_step: int
+    ) -> PromptSampler | None:
+        """Build the prompt sampler: shuffled epochs (None), shares of a mixture, or by pass rate."""
+        from torchrl_rloo.data import DeferredRerolls, MixtureSampler, PassRatePool
+
+        sampler, size = task.make_sampler(prompts), len(prompts)
+        returns = rewards.returns(raw=True)  # shaping does not change whether a prompt is solved
+        if self.pass_rate is not None:
+            if sampler is not None:
+                raise ValueError("curriculum.pass_rate cannot be combined with a mixture's weights; set it to null")
+            sampler = PassRatePool(size, returns=returns, **non_null_fields(self.pass_rate))
+        if self.rerolls is not None:
+            settings = {"delay": 10 * prompts_per_step} | non_null_fields(self.rerolls)
+            sampler = DeferredRerolls(sampler or MixtureSampler([size]), returns=returns, **settings)
+        return sampler
+
+    def make_source(
+        self,
+        collector: LLMCollector | StoredRollouts,
+        advantage: MCAdvantage,
+        rewards: RewardTransform,
+        prompts_per_step: int,
+        *,
+        scorer: TransformersWrapper,
+        **limits: Any,
+    ) -> GroupSource:
+        """Build the source of groups: all that the collector samples, or only those with a signal.
+
+        Args:
+            collector: collector of whole groups.
+            advantage: transform that will read the groups.
+            rewards: rewards of the run.
+            prompts_per_step: groups of a step.
+            scorer: scorer of cached groups.
+            **limits: limits of its passes.
+        """
+        from torchrl_rloo import replay
+        from torchrl_rloo.collectors import GroupSource, RefillingCollector
+
+        prompts, refill, cache = None if collector.env is None else collector.env.primer.sampler, None, None
+        observe = getattr(prompts, "update", None)  # a prompt sampler that learns from every batch
+        if self.refill is not None:
+            if advantage.depends_on_other_groups:
+                raise ValueError(
+                    "curriculum.refill drops groups without signal and cannot be combined with advantages that compare "
+                    "groups; set curriculum.refill=null, or use an algorithm that compares rows of a group (rloo, grpo)"
+                )
+            settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | non_null_fields(self.refill)
+            returns = rewards.returns(per_function=isinstance(advantage.credit, replay.NormalizeThenSum))
+            signal = replay.ZeroSignalFilter(settings.pop("tolerance"), returns=returns)
+            refill = RefillingCollector(collector, signal, prompts_per_step, **settings)
+        if self.cache is not None:
+            cache = replay.GroupCache(scorer=scorer, **limits, **non_null_fields(self.cache))
+        return GroupSource(collector, refill, cache, observe)
+
+
+@dataclass
+class RolloutsConfig:
+    """Rows as files: keep all of a run, only collect them, or train on stored ones."""
+
+    path: str | None = None  # folder that keeps the rows of every step; null: none are kept
+    max_gb: Positive | None = None  # disk space of kept rows in GB, beyond which the oldest go; null: no limit
+    train: bool = True  # false: only collect and keep rows
+    source: str | None = None  # folder of stored rows to train on, without sampling; null: sample
+
+    def __post_init__(self):
+        if self.max_gb is not None and self.path is None:
+            raise ValueError(f"rollouts.max_gb={self.max_gb} has no effect without rollouts.path; set that")
+        if not self.train and self.path is None:
+            raise ValueError("rollouts.train=false requires rollouts.path, a folder for the rows; set that")
+        if self.source is not None and self.path is not None:
+            raise ValueError(
+                f"rollouts.path={self.path} would store rows of rollouts.source={self.source} again; set one of them"
+            )
+
+    def make_writer(
+        self, tokenizer: PreTrainedTokenizerBase, output_dir: str, model: str, **notes: Any
+    ) -> RolloutWriter | None:
+        """Build the writer of all sampled rows; None if no folder is named. ``notes`` describe the rows."""
+        if self.path is None:
+            return None
+        from torchrl_rloo.replay import RolloutWriter, run_id
+
+        limit = None if self.max_gb is None else max(1, int(self.max_gb * 1e9))
+        options = {"max_bytes": limit, "writer": run_id(output_dir)}
+        return RolloutWriter(self.path, model=model, tokenizer=tokenizer, notes=notes, **options)
+
+    def make_stored(
+        self, tokenizer: PreTrainedTokenizerBase, rewards: RewardTransform, collector: CollectorConfig, **plan: Any
+    ) -> StoredRollouts:
+        """Build the source of stored rows, in place of environment and collector.
+
+        Args:
+            tokenizer: tokenizer of the model.
+            rewards: rewards that the rows must have.
+            collector: bound on staleness.
+            **plan: further arguments of ``check_stored_groups``, and ``weight_updater``.
+        """
+        from torchrl_rloo.collectors import StoredRollouts, check_stored_groups
+        from torchrl_rloo.replay import RolloutFiles
+
+        updater, files = plan.pop("weight_updater"), RolloutFiles(self.source, tokenizer=tokenizer)
+        check_stored_groups(files, rewards=rewards.names, **plan)
+        return StoredRollouts(
+            files,
+            groups_per_batch=plan["prompts_per_step"],
+            max_staleness=collector.max_staleness,
+            on_stale=collector.on_stale,
+            weight_updater=updater,
+        )
+
+
+@dataclass
+class EvalSetConfig:
+    """Further set of held-out prompts; null takes the setting of the run's own."""
+
+    task: str | None = None  # task of the prompts, with its rewards and turns; null: the run's
+    source: str | None = None  # hub id, file or embedded; null: the held-out prompts of task
+    split: str | None = None  # split of source; null: train, or the task's
+    name: str | None = None  # configuration of a hub dataset; null: its default
+    size: Count = 256  # largest number of prompts
+    prompt_column: str | None = None  # column with the prompt, text or messages; null: prompt, query or messages
+    column_map: dict[str, str] = field(default_factory=dict)  # columns to rename: {target: answer} gives answer
+    row_map: str | None = None  # dotted path of a function from a row to a row with a prompt; null: the task's
+    system_prompt: str | None = None  # system message for prompts without one; null: the task's
+    scorer: Any = None  # scorer, given like a reward; null: eval.scorer with the run's task, else the task's
+    num_samples: Whole | None = None  # sampled completions of each prompt; null: eval.num_samples
+    ks: list[int] | None = None  # values of k for pass@k and maj@k; null: eval.ks
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation on held-out prompts."""
+
+    scorer: Any = None  # scorer of held-out completions, given like a reward; null: the task's, or your rewards
+    every: Whole = 20  # steps between evaluations; 0: only before the first and after the last step
+    batch_size: Count = 256  # conversations per batch
+    num_samples: Whole = 1  # sampled completions of each prompt, for eval/sampled
+    ks: list[int] = field(default_factory=list)  # values of k for pass@k and maj@k, at most num_samples
+    rewards: bool = False  # also score with each reward function of training, as eval/<function>/*
+    sets: dict[str, Any] = field(default_factory=dict)  # further sets: {hard: {source: hard.jsonl, size: 100}}
+
+    def __post_init__(self):
+        check_ks(self.ks, self.num_samples)
+        self.sets = {name: self._parse_set(name, values) for name, values in self.sets.items()}
+
+    def _parse_set(self, name: str, values: Any) -> EvalSetConfig:
+        """Return a set with its own number of samples and values of k."""
+        where = f"eval.sets.{name}"
+        if not _SET_NAME.fullmatch(str(name)) or name in RESERVED_SETS or name.endswith(("_low", "_high")):
+            raise ValueError(
+                f"{where}: the name must have letters, digits, '_', '-' and '.', at most 40, and cannot be one of "
+                f"{', '.join(RESERVED_SETS)} or end in _low or _high; rename the set"
+            )
+        parsed = parse_section(EvalSetConfig, values or {}, where)
+        if parsed.task is None and parsed.source is None:
+            raise ValueError(f"{where} has the run's own held-out prompts; set {where}.source or {where}.task")
+        parsed.num_samples = self.num_samples if parsed.num_samples is None else parsed.num_samples
+        parsed.ks = [k for k in self.ks if k <= parsed.num_samples] if parsed.ks is None else parsed.ks
+        check_path(f"{where}.source", parsed.source or "")
+        check_ks(parsed.ks, parsed.num_samples, where)
+        return parsed
+
+    def make_scorers(self, task: TaskBase, rewards: RewardTransform, own_rewards: bool) -> dict[str, Any]:
+        """Return the scorers of the run's held-out prompts by name; raise if a further set has the name of one."""
+        from torchrl_rloo.evaluation.evaluation import name_scorers
+        from torchrl_rloo.rewards import load_reward, reward_name
+
+        own = rewards.functions if own_rewards else None
+        named = name_scorers(task.make_scorer(own) if self.scorer is None else load_reward(self.scorer))
+        if self.rewards:
+            named |= {reward_name(f): f for f in rewards.functions if reward_name(f) not in named}
+        if both := next((name for name in self.sets if name in named), None):
+            raise ValueError(
+                f"eval.sets.{both} has the name of a scorer, so eval/{both}/greedy is both; rename the set"
+            )
+        return named
+
+
+@dataclass
+class CheckConfig:
+    """Checks before the first step."""
+
+    mode: CheckMode = "warn"  # warn prints what is wrong before the first step, stop also refuses errors, off
+    own: list[str] = field(default_factory=list)  # dotted paths of your checks, functions of the facts of a run
+
+    def load_own(self) -> dict[str, Callable]:
+        """Import the checks that settings add, and return them by path; raise ``ValueError`` if one is missing."""
+        if self.own and self.mode == "off":
+            raise ValueError(f"check.own={self.own} has no effect with check.mode=off; set it to []")
+        return {path: import_object(path, "check.own") for path in self.own}
