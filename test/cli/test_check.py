@@ -215,12 +215,6 @@ MISTAKES = {  # settings, rows, level, check, part of its sentence
         "error",
         "stop ids: the chat template ends a turn with '<|im_end|>', but sampling stops only at '<|endoftext|>'",
     ),
-    "sampling is greedy": (
-        "generate.temperature=0",
-        ROWS,
-        "error",
-        "sizes: generate.temperature=0 makes the 8 completions of a prompt equal",
-    ),
     "nothing is evaluated": (
         "eval.every=0",
         ROWS,

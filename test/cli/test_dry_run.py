@@ -116,7 +116,7 @@ def test_several_ranks_are_refused(capsys, monkeypatch):
 
 def test_help_says_what_it_covers(capsys):
     with pytest.raises(SystemExit):
-        settings("rloo", "--help")
+        settings("rloo", "--help-all")
     printed = capsys.readouterr().out
     assert "[--dry-run]" in printed and COVERED in printed and NOT_COVERED in printed
     with pytest.raises(SystemExit):

@@ -44,7 +44,7 @@ class Source:
 def test_a_single_process_gets_its_own_rows_and_numbers():
     source = SharedSource(Ranks.single(), Source(), None)
     rows, sampled = source.collect()
-    assert (len(rows), len(sampled)) == (1, 2) and rows[0] is sampled[0]
+    assert (len(rows), len(sampled)) == (1, 2) and rows[0][keys.TOKENS] is sampled[0][keys.TOKENS]
     assert (source.policy_version, source.num_tokens) == (3, 7)
     assert source.on_main(lambda: "greedy", "evaluation") == "greedy"
 

@@ -123,8 +123,3 @@ def test_rows_are_collected_alone_and_trained_on_later(overrides, importable, tm
 def test_settings_without_effect_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         settings("rloo", *overrides)
-
-
-def test_a_cluster_refuses_what_needs_the_rows_on_rank_0():
-    with pytest.raises(ValueError, match="rollouts.path=a needs the rows on rank 0 and cannot be set here; use rloo"):
-        settings("rloo", "inference=ray_transformers", "rollouts.path=a")

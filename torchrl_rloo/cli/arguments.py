@@ -12,7 +12,11 @@ from typing import Any
 from torchrl_rloo.cli.fields import known_settings
 
 MAPPINGS = {"RLOOLoss": "loss", "MCAdvantage": "advantage"}  # classes whose arguments are keys of a section
-RENAMED = {"scorers": "eval.scorer", "tokenizer.chat_template": "model.chat_template", "total_steps": "plan.steps"}
+RENAMED = {  # arguments with another name than their setting, the first that the recipe has
+    "scorers": ("eval.scorers", "eval.scorer"),
+    "tokenizer.chat_template": ("model.chat_template",),
+    "total_steps": ("plan.steps", "train.steps"),
+}
 _TOKEN = re.compile(
     r"(?<![\w.'\"\[/={-])(?P<name>tokenizer\.chat_template|[a-z]\w*)"
     r"(?:=(?:'(?P<text>[\w./:+-]+)'|(?P<word>None|True|False)\b)?|(?![\w.(=]))"
@@ -36,10 +40,10 @@ def in_settings(message: str, error: BaseException, cfg: Any) -> str:
 
     def find(name: str, shown: str, remedy: bool) -> str | None:
         owned = [f"{section}.{name}".lstrip(".") for section, names in sections.items() if name in names]
-        if found := next((setting for setting in (*owned, RENAMED.get(name)) if setting in known), None):
+        if found := next((setting for setting in (*owned, *RENAMED.get(name, ())) if setting in known), None):
             return found
         same = [setting for setting in {**dict.fromkeys(known), **values} if setting.rpartition(".")[2] == name]
-        if len(same) == 1 and ((remedy and "_" in name) or (shown and shown == _text(values.get(same[0])))):
+        if len(same) == 1 and ((remedy and "_" in name) or (shown and _is_shown(values.get(same[0]), shown))):
             return same[0]
         return owned[0] if owned else None  # a key of a free mapping
 
@@ -87,5 +91,9 @@ def _values(cfg: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{setting}.{key}", v) for key, v in (value.items() if isinstance(value, dict) else ()))
 
 
-def _text(value: Any) -> str:
-    return _WORDS.get(str(value), str(value))
+def _is_shown(value: Any, shown: str) -> bool:
+    """Return whether a message shows a value."""
+    try:
+        return float(value) == float(shown)
+    except (TypeError, ValueError):
+        return _WORDS.get(str(value), str(value)) == shown

@@ -92,6 +92,7 @@ def check_recipe(main: Callable[[RLOOConfig], None], cfg: RLOOConfig) -> Sequenc
             cfg,
             output_dir=folder,
             resume="never",
+            loss=cfg.corrected_loss(),
             train=replace(cfg.train, offload=[], **one),
             sampler=SamplerConfig(),
             collector=CollectorConfig(),

@@ -78,14 +78,14 @@ Share = Annotated[float, Range(0, 1)]
 DType = Annotated[str, OneOf("float32", "bfloat16", "float16", "float64")]
 
 
-def check_values(config: Any) -> None:
+def check_values(config: Any, prefix: str = "") -> None:
     """Raise ``ValueError`` on the first setting that is out of range or none of its choices."""
-    for name, value, limit in _limited(config):
+    for name, value, limit in _limited(config, prefix):
         for each in value if isinstance(value, list) else [value]:
             limit.check(name, each)
 
 
-def _limited(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range | OneOf]]:
+def _limited(section: Any, prefix: str) -> Iterator[tuple[str, Any, Range | OneOf]]:
     """Yield name, value and limit of all settings that have one and are not null."""
     limits = field_limits(type(section))
     for f in fields(section):
@@ -232,9 +232,11 @@ def parse_section(config: type, values: Any, name: str) -> Any:
         if key not in known:
             raise SettingError(f"unknown setting {name}.{key}{near_match_hint(f'{name}.{key}', [*known.values()])}")
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
+        section = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
     except OmegaConfBaseException as error:
         raise SettingError(f"{name}.{explain_error(error)}") from error
+    check_values(section, f"{name}.")
+    return section
 
 
 def to_object(cfg: DictConfig) -> Any:

@@ -116,14 +116,11 @@ class RLOOConfig(c.RunConfig):
 
     def make_method(self, reward_weights: list[float]) -> Preset:
         """Return the arguments of loss, advantages and KL: the algorithm's, with those of the settings."""
-        from torchrl_rloo.objectives import PRESETS, make_method
+        from torchrl_rloo.objectives import make_method
 
-        loss, ratio = self.loss, self.loss.get("ratio", PRESETS[self.algorithm].loss.get("ratio"))
-        if self.inference.on_ray and self.collector.max_staleness and ratio == "none" and "correction" not in loss:
-            loss = loss | {"correction": "tis"}  # weigh tokens of older versions by their importance
         method = make_method(
             self.algorithm,
-            loss=loss,
+            loss=self.corrected_loss(),
             advantage=self.advantage,
             kl=non_null_fields(self.kl),
             max_new_tokens=self.generate.max_new_tokens,
@@ -137,6 +134,14 @@ class RLOOConfig(c.RunConfig):
                 "kl.coeff"
             )
         return method
+
+    def corrected_loss(self) -> dict[str, Any]:
+        """Return the arguments of the loss; on a cluster, older tokens are weighted if there is no ratio for it."""
+        from torchrl_rloo.objectives import PRESETS
+
+        ratio = self.loss.get("ratio", PRESETS[self.algorithm].loss.get("ratio"))
+        stale = self.inference.on_ray and self.collector.max_staleness
+        return {"correction": "tis", **self.loss} if stale and ratio == "none" else self.loss
 
     def note_rewards(self, rewards: RewardTransform) -> dict[str, Any]:
         """Return what describes stored rows: their rewards, and the distribution of their log-probs."""
