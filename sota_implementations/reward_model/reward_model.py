@@ -106,6 +106,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_rloo.data import keys, load_preference_splits
 from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.diagnostics import RunReport
 from torchrl_rloo.embedded import addition_preferences, resolve_model
 from torchrl_rloo.evaluation import Calibration, calibrate, write_calibration
 from torchrl_rloo.evaluation.calibration import CALIBRATION_PLOT
@@ -145,8 +146,9 @@ def train(cfg: Config) -> None:
 
     # Train on pairs in shuffled epochs; evaluate between steps
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    settings = cfg.run_arguments() | {"headline": HEADLINE, "health": health, "command": command_line()}
+    settings = cfg.run_arguments() | {"headline": HEADLINE, "health": health}
     with Run(cfg.output_dir, cfg.train.steps, parts, **settings) as run:
+        report = RunReport(run, command_line())
         if run.step == 0:
             evaluate(run, cfg, loss_fn, eval_set, tokenizer)
         for step in run.steps():
@@ -158,9 +160,9 @@ def train(cfg: Config) -> None:
             run.log(merge_outputs(outputs) | {"grad_norm": float(norm), "learning_rate": learning_rate})
             if run.is_due(cfg.eval.every) or run.is_last:
                 evaluate(run, cfg, loss_fn, eval_set, tokenizer)
-            run.refresh_report()
+            report.refresh()
     if run.finished:
-        finish(run, cfg, model, tokenizer, score_pairs(cfg, loss_fn, eval_set)[1])
+        finish(run, report, model, tokenizer, score_pairs(cfg, loss_fn, eval_set)[1])
 
 
 def load_pairs(
@@ -221,7 +223,7 @@ def evaluate(
 
 
 def finish(
-    run: Run, cfg: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, found: Calibration
+    run: Run, report: RunReport, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, found: Calibration
 ) -> None:
     """Save the model with its calibration, write the report, and print the result as one line of JSON."""
     folder = save_model(model, tokenizer, run.directory / "model")
@@ -234,8 +236,8 @@ def finish(
         "cpu_seconds": round(run.cpu_seconds, 1),
     }
     figures = {"Calibration on held-out pairs": folder / CALIBRATION_PLOT}
-    report = run.write_report(result, panels=PANELS, figures=figures, title="Reward model")
-    print(json.dumps(result | {"report": str(report.resolve()), "model": str(folder.resolve())}))
+    page = report.write(result, panels=PANELS, figures=figures, title="Reward model")
+    print(json.dumps(result | {"report": str(page.resolve()), "model": str(folder.resolve())}))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ Examples:
   rloo.py --config rloo_tools              the built-in model learns to call a tool
   rloo.py --config rloo_agent              the same, by an agent that calls an OpenAI-compatible endpoint
   rloo.py algorithm=grpo inference=vllm    another method, sampled by vLLM
-  rloo.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6
-  rloo.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]
+  rloo.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6    a model from the hub
+  rloo.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]    your data and reward
   rloo.py inference=vllm_process collector.max_staleness=1    sample the next step while this one trains
   rloo.py inference=ray_vllm inference.replicas=8 ray.address=auto    sample on a Ray cluster
   rloo.py rollouts.path=rows rollouts.train=false    only sample, and keep all rows as files
@@ -183,9 +183,10 @@ def train(cfg: Config, ranks: Ranks) -> None:
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
     parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
     parts |= {"reference": initial if cfg.reference.sync_every else None, "entropy_coeff": method.adaptive_entropy}
-    shown = DISPLAY | {"health": health, "command": command_line(), "ranks": ranks}
+    shown = DISPLAY | {"health": health, "ranks": ranks}
     run = Run(cfg.output_dir, plan.steps, parts, **cfg.run_arguments(), **shown)
     with engine or nullcontext(), closing(rewards), closing(source), run:
+        report = diagnostics.RunReport(run, command_line())
         if ranks.is_main:  # steps that run again write their failed samples and rows again
             rewards.quarantine.rewind(run.step)
         if writer is not None:
@@ -228,9 +229,9 @@ def train(cfg: Config, ranks: Ranks) -> None:
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
                 evaluation_of_sets.run(run)
             run.log({}, timings=timings(*source.parts))
-            run.refresh_report()
+            report.refresh()
     if run.finished:
-        finish(run, cfg, model, tokenizer, source, str(plan))
+        finish(run, cfg, model, tokenizer, source, report, str(plan))
 
 
 def report_progress(run: Run, rewards: RewardTransform, source: SharedSource, plan, writer) -> None:
@@ -282,7 +283,9 @@ def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: l
         method.adaptive_entropy.update(run.metrics["entropy"])
 
 
-def finish(run: Run, cfg: Config, model, tokenizer, source: SharedSource, plan: str) -> None:
+def finish(
+    run: Run, cfg: Config, model, tokenizer, source: SharedSource, report: diagnostics.RunReport, plan: str
+) -> None:
     """Save the model if it was trained, write the report, and print the result as one line of JSON."""
     written = {} if cfg.rollouts.path is None else {"rollouts": str(Path(cfg.rollouts.path).resolve())}
     if cfg.rollouts.train:
@@ -298,8 +301,8 @@ def finish(run: Run, cfg: Config, model, tokenizer, source: SharedSource, plan: 
         waits = getattr(source.source.collector, "waits", None)  # stored rows have none
         profiles = () if waits is None else waits.profiles
         figures["Timeline of a step"] = diagnostics.plot_timeline(step, profiles, run.directory / "timeline.png")
-    report = run.write_report(result | {"plan": plan}, figures=figures)
-    print(json.dumps(result | {"report": str(report.resolve())} | written))
+    page = report.write(result | {"plan": plan}, figures=figures)
+    print(json.dumps(result | {"report": str(page.resolve())} | written))
 
 
 if __name__ == "__main__":

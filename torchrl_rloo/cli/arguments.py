@@ -28,8 +28,8 @@ _WORDS = {"None": "null", "True": "true", "False": "false"}
 def in_settings(message: str, error: BaseException, cfg: Any) -> str:
     """Replace the names of arguments in an error by those of settings.
 
-    A name is that of a setting if the section whose method raised the error has it, or if its value in the message is
-    that of the only setting with this name. In a remedy, the only setting with this name is enough. Others stay.
+    A name is that of a setting if the section whose method raised the error has it. It also is if only one setting has
+    this name and the value shown. In a remedy, the only setting with this name is enough. Others stay.
 
     Args:
         message: message of the error.

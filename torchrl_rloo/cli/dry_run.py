@@ -38,11 +38,7 @@ def has_dry_run(config: type) -> bool:
 
 
 def check_supported(config: type) -> None:
-    """Raise if a recipe has no dry run, or several ranks run it.
-
-    Raises:
-        SettingError: if it does not train on groups, or there are several ranks.
-    """
+    """Raise if a recipe has no dry run, or several ranks run it."""
     if not has_dry_run(config):
         raise SettingError("--dry-run requires a recipe that trains on groups: rloo, rloo_tools, rloo_agent, or a copy")
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -50,12 +46,7 @@ def check_supported(config: type) -> None:
 
 
 def dry_run(main: Callable[[Any], None], cfg: Any) -> None:
-    """Run one step of a recipe in a temporary folder, and print what it touched.
-
-    Args:
-        main: function of the recipe.
-        cfg: settings of the recipe.
-    """
+    """Run one step of a recipe in a temporary folder, and print what it touched."""
     start = perf_counter()
     with TemporaryDirectory(prefix="torchrl_rloo_dry_run_") as folder:
         path = Path(folder)
@@ -68,12 +59,7 @@ def dry_run(main: Callable[[Any], None], cfg: Any) -> None:
 
 
 def make_settings(cfg: Any, folder: Path) -> Any:
-    """Save a tiny model to a folder, and return the settings of a dry run with it.
-
-    Args:
-        cfg: settings of the recipe.
-        folder: folder of all files of the dry run.
-    """
+    """Save a tiny model to a folder, and return the settings of a dry run with it."""
     plan, train, inference = cfg.plan, cfg.train, cfg.inference
     model = {"name": save_model(cfg, folder / "model"), "device": "cpu", "quantization": None, "kwargs": {}}
     offload = {"parallel": "none", "shard_size": None, "load_shards": False, "offload": []}
@@ -127,12 +113,7 @@ def save_model(cfg: Any, folder: Path) -> str:
 
 
 def write_script(cfg: RLOOConfig, file: Path) -> None:
-    """Write the turns of each prompt: its right answer in the format that earns most, and a wrong one.
-
-    Args:
-        cfg: settings of the dry run.
-        file: JSON file for :func:`load_script`.
-    """
+    """Write the turns of each prompt: its right answer in the format that earns most, and a wrong one."""
     from torchrl_rloo.cli.held_out import EvalSet, load_eval_sets
     from torchrl_rloo.diagnostics.checks import probe_rewards
     from torchrl_rloo.diagnostics.checks.probes import scripted_texts
@@ -154,12 +135,7 @@ def write_script(cfg: RLOOConfig, file: Path) -> None:
 
 
 def load_script(model: str, script: str) -> Any:
-    """Return an engine that plays the turns of a file, with a model in this process.
-
-    Args:
-        model: directory of the model.
-        script: JSON file of :func:`write_script`.
-    """
+    """Return an engine that plays the turns of a file, with a model in this process."""
     from torchrl_rloo.engines.scripted import ScriptedModelEngine
     from torchrl_rloo.modules import load_model
 

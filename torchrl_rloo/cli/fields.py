@@ -58,7 +58,7 @@ class OneOf:
         self.choices, self.numbers, self.remedies = choices, numbers, remedies
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ``ValueError`` if a value is no choice."""
+        """Raise ``ValueError`` if a value is not among the choices."""
         if self.numbers and type(value) is int and value >= 0:
             return
         if value not in self.choices:

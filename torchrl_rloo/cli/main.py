@@ -28,11 +28,7 @@ RECIPES = {  # file in the recipes folder, then arguments that precede the user'
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command ``torchrl-rloo``.
-
-    Args:
-        argv: arguments. None takes those of the process.
-    """
+    """Run the command ``torchrl-rloo``."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
@@ -70,15 +66,7 @@ def run(
     on_ray: bool = False,
     resources: str | None = None,
 ) -> None:
-    """Run a recipe like ``python recipe.py settings...`` in the current directory.
-
-    Args:
-        recipe: name in :data:`RECIPES`, or path of a file.
-        settings: arguments of the recipe.
-        ranks: number of processes that train one model together. None runs it in this process.
-        on_ray: whether the processes are those of actors of a running Ray cluster.
-        resources: resources of each of these actors, such as ``"CPU=1,GPU=1"``. None reserves a CPU.
-    """
+    """Run a recipe like ``python recipe.py settings...`` in the current directory."""
     for setting in settings:
         if (option := setting.partition("=")[0]) in ("--ranks", "--on-ray", "--resources"):
             _fail(f"{option} must stand before the recipe: torchrl-rloo run --ranks N {recipe} setting=value")
@@ -129,13 +117,7 @@ def _parse_resources(text: str | None) -> dict[str, float]:
 
 
 def cp(recipe: str, target: str, settings: Sequence[str]) -> None:
-    """Copy a recipe, and write its settings to a YAML file next to the copy.
-
-    Args:
-        recipe: name in :data:`RECIPES`, or path of a file.
-        target: ``.py`` file to write; the settings go to the ``.yaml`` file of the same name.
-        settings: overrides of the recipe's settings.
-    """
+    """Copy a recipe, and write its settings to a YAML file next to the copy."""
     # Refuse a bad name, and never overwrite a file
     source, copy = recipe_file(recipe), Path(target)
     if copy.suffix != ".py" or not copy.stem.isidentifier():
@@ -165,15 +147,7 @@ def plan(
     gpu_memory: float | None,
     prompt_tokens: int | None,
 ) -> None:
-    """Print the memory of a run with these settings.
-
-    Args:
-        recipe: name in :data:`RECIPES`, or path of a file.
-        settings: arguments of the recipe.
-        ranks: number of processes that train one model together.
-        gpu_memory: memory of each rank's GPU in GiB. None takes that of the GPU at hand.
-        prompt_tokens: tokens of the longest prompt. None takes ``data.max_prompt_length``.
-    """
+    """Print the memory of a run with these settings."""
     from torchrl_rloo.cli.plan import load_recipe, print_plan
     from torchrl_rloo.cli.recipe import PROGRAM, error_line, parse_args
 
@@ -189,12 +163,7 @@ def plan(
 
 
 def check(recipe: str, settings: Sequence[str]) -> None:
-    """Print what checks find before a run, and exit with code 1 if one finds an error.
-
-    Args:
-        recipe: name in :data:`RECIPES`, or path of a file.
-        settings: arguments of the recipe.
-    """
+    """Print what checks find before a run, and exit with code 1 if one finds an error."""
     from torchrl_rloo.cli.check import check_recipe
     from torchrl_rloo.cli.plan import load_recipe
     from torchrl_rloo.cli.recipe import PROGRAM, error_line, parse_args
@@ -216,17 +185,7 @@ def check(recipe: str, settings: Sequence[str]) -> None:
 def serve(
     model: str, host: str, port: int, dtype: str, tensor_parallel_size: int, threads: int | None, more: Sequence[str]
 ) -> NoReturn:
-    """Replace this process by a vLLM server that accepts weight updates.
-
-    Args:
-        model: local directory or hub id.
-        host: address to listen on.
-        port: port to listen on.
-        dtype: data type of weights and activations.
-        tensor_parallel_size: number of GPUs that share the model.
-        threads: OpenMP threads. None leaves the number to torch.
-        more: further arguments of the server's command line.
-    """
+    """Replace this process by a vLLM server that accepts weight updates."""
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:

@@ -26,11 +26,7 @@ _TITLES = {"none": "padded", "packed": "packed", "shared_prefix": "shared prefix
 
 
 def load_recipe(file: Path) -> Any:
-    """Import a recipe without running it, and return its module.
-
-    Raises:
-        ValueError: if it has no ``Config`` of a run that samples and trains.
-    """
+    """Import a recipe without running it, and return its module."""
     recipe = import_recipe(file, "planned_recipe")
     config = getattr(recipe, "Config", None)
     if config is None or "plan.num_generations" not in known_settings(config):
@@ -39,18 +35,7 @@ def load_recipe(file: Path) -> Any:
 
 
 def print_plan(cfg: Any, *, ranks: int = 1, gpu_memory: float | None = None, prompt_tokens: int | None = None) -> None:
-    """Print the memory of a run, and whether it fits.
-
-    Args:
-        cfg: settings of the recipe.
-        ranks: number of ranks.
-        gpu_memory: memory of each rank's GPU in GiB. None takes that of the GPU, or sets no limit on a CPU.
-        prompt_tokens: tokens of the longest prompt. None takes ``data.max_prompt_length``.
-
-    Raises:
-        ValueError: if a setting is out of range.
-        FileNotFoundError: if the model's configuration is missing.
-    """
+    """Print the memory of a run, and whether it fits."""
     from torchrl_rloo.diagnostics import plan_memory, read_shape
 
     # Describe the model and the run
@@ -72,12 +57,7 @@ def print_plan(cfg: Any, *, ranks: int = 1, gpu_memory: float | None = None, pro
 
 
 def model_config(cfg: Any) -> Any:
-    """Return the configuration of the model, of a local directory or the hub.
-
-    Raises:
-        ValueError: if the model is an adapter.
-        FileNotFoundError: if there is no configuration.
-    """
+    """Return the configuration of the model, of a local directory or the hub."""
     from transformers import AutoConfig
 
     from torchrl_rloo.envs.tasks import EMBEDDED
@@ -104,11 +84,7 @@ def model_config(cfg: Any) -> Any:
 def memory_settings(
     cfg: Any, config: Any, ranks: int, gpu_memory: float | None, prompt_tokens: int | None
 ) -> tuple[Any, list[str]]:
-    """Return the settings that decide the memory of a run, and lines about what was assumed.
-
-    Raises:
-        ValueError: if the number of ranks does not fit the settings.
-    """
+    """Return the settings that decide the memory of a run, and lines about what was assumed."""
     from torchrl_rloo.diagnostics import MemorySettings
 
     # Refuse what a run would refuse. Settings that this version does not have keep their defaults

@@ -63,15 +63,6 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
 
     Overrides replace the values of a YAML file, which replace the defaults of ``config``. The file is the one named by
     ``--config``, else the one next to the recipe with its name.
-
-    Args:
-        config: dataclass with all settings.
-        recipe: file of the recipe.
-        description: docstring of the recipe, shown by ``--help``.
-        argv: arguments. None takes those of the process.
-
-    Returns:
-        An instance of ``config``.
     """
     # Parse the options; everything else is setting=value
     recipe = Path(recipe).resolve()
@@ -123,12 +114,7 @@ def command_line() -> str:
 
 
 def import_recipe(file: Path, name: str) -> ModuleType:
-    """Import a recipe without running it, and return its module; it may import recipes of its folder.
-
-    Args:
-        file: file of the recipe.
-        name: name of the module.
-    """
+    """Import a recipe without running it, and return its module; it may import recipes of its folder."""
     spec = importlib.util.spec_from_file_location(name, file)
     recipe = importlib.util.module_from_spec(spec)
     sys.modules[name] = recipe  # dataclasses look their annotations up here
@@ -141,11 +127,7 @@ def import_recipe(file: Path, name: str) -> ModuleType:
 def load_config(
     config: type, recipe: Path, overrides: Sequence[str] = (), file: str | None = None, *, with_hydra: bool = False
 ) -> DictConfig:
-    """Build the settings of a recipe, including Hydra's own with ``with_hydra``.
-
-    Raises:
-        SettingError: if a name is unknown, a value has the wrong type or a file does not exist.
-    """
+    """Build the settings of a recipe, including Hydra's own with ``with_hydra``."""
     # Register a schema: the dataclass, its groups, and sections that group files set for other recipes
     names = {f.name for f in fields(config)}
     groups = [{name: choice} for name, choice in DEFAULT_GROUPS.items() if name in names]
@@ -268,12 +250,7 @@ def _fail(
 
 
 def error_line(error: BaseException, cfg: Any = None) -> str:
-    """Return an error's message in one line, with its type unless the message alone is clear.
-
-    Args:
-        error: error.
-        cfg: settings, whose names take the place of those of arguments. None leaves these.
-    """
+    """Return an error's message in one line, with its type unless the message alone is clear."""
     if isinstance(error, InstantiationException) and error.__cause__ is not None:  # its message only names the target
         target = re.search(r"'([\w.]+)'", str(error))
         return f"{target[1]}: {error_line(error.__cause__)}" if target else error_line(error.__cause__)

@@ -65,21 +65,7 @@ def rescore(
     json: str | None,
     output: str | None,
 ) -> None:
-    """Print what other rewards of stored rows would have changed.
-
-    Args:
-        path: folder of stored rows, or directory of a run that keeps them.
-        step: training step; None takes all rows.
-        rewards: the new reward functions.
-        weights: weight of each; None is 1.
-        clip: bounds of the weighted sum.
-        estimator: advantage estimator.
-        executor: executor of the functions.
-        workers: its threads or processes.
-        timeout: seconds per sample.
-        json: file for the numbers.
-        output: folder for the rows with their new rewards.
-    """
+    """Print what other rewards of stored rows would have changed."""
     files = _open(path)  # before the functions, which may be slow to import
     from torchrl_rloo.diagnostics.stored_rows import Rescorer
     from torchrl_rloo.diagnostics.stored_rows import rescore as compare
@@ -114,18 +100,7 @@ def replay(
     dtype: str,
     output: str,
 ) -> None:
-    """Score stored rows with a model, print how their log-probs changed, and write the tokens as a page.
-
-    Args:
-        path: folder of stored rows, or directory of a run that keeps them.
-        step: training step; None takes all rows.
-        model: model that scores.
-        group: ids of the groups; None takes the first, or those of ``step``.
-        estimator: advantage estimator.
-        device: device of the model.
-        dtype: data type of its weights.
-        output: page to write.
-    """
+    """Score stored rows with a model, print how their log-probs changed, and write the tokens as a page."""
     files = _open(path)
     from torchrl_rloo.diagnostics.stored_rows import replay_groups
     from torchrl_rloo.diagnostics.transcripts import write_transcripts
@@ -165,11 +140,7 @@ def parse_rewards(text: str) -> list[Any]:
 
 
 def rows_folder(path: str | Path) -> Path:
-    """Return the folder of stored rows at a path: itself, or the one that a run's directory names.
-
-    Raises:
-        FileNotFoundError: if there are no stored rows.
-    """
+    """Return the folder of stored rows at a path: itself, or the one that a run's directory names."""
     path = Path(path)
     if (path / "manifest.json").is_file():
         return path

@@ -46,8 +46,7 @@ OnStale = Annotated[str, OneOf("mask", "baseline", "requeue", "wait")]
 OnFailure = Annotated[str, OneOf("abstain", "replace")]
 CheckMode = Annotated[str, OneOf("warn", "stop", "off")]
 
-# First words of metric names eval/<word> that are not sets
-RESERVED_SETS = ("tasks", "greedy", "sampled", "failed", "abstained")
+RESERVED_SETS = ("tasks", "greedy", "sampled", "failed", "abstained")  # words of metrics eval/<word> that are not sets
 _SET_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,39}", re.ASCII)
 
 

@@ -26,13 +26,6 @@ def settings_file(
 
     Sections of groups are left to the chosen files. Settings that such a file may change elsewhere are commented out,
     so another choice still has its effect.
-
-    Args:
-        config: dataclass with all settings.
-        cfg: values of the settings.
-        name: name of the recipe.
-        choices: chosen file of each group.
-        from_groups: dotted names of settings that files of a group set.
     """
     values = OmegaConf.to_container(cfg, resolve=False)
     groups = "".join(f"\n  - override {group}: {file}" for group, file in choices.items())

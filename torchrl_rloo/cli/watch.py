@@ -33,11 +33,7 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def watch(folder: str) -> None:
-    """Print the path of a run's report and a line for each step, until the run ends or the command is interrupted.
-
-    Args:
-        folder: output directory of the run.
-    """
+    """Print the path of a run's report and a line for each step, until the run ends or the command is interrupted."""
     directory = Path(folder)
     if not directory.is_dir():
         print(f"error: {directory} is no folder; name the output_dir of a run", file=sys.stderr)

@@ -12,6 +12,7 @@ from torchrl_rloo.diagnostics.parity import (
 )
 from torchrl_rloo.diagnostics.plan import TrainingPlan
 from torchrl_rloo.diagnostics.report import write_launch, write_report
+from torchrl_rloo.diagnostics.run_report import RunReport
 from torchrl_rloo.diagnostics.self_test import self_test
 from torchrl_rloo.diagnostics.stored_rows import (
     Rescorer,
@@ -30,6 +31,7 @@ __all__ = [
     "MemorySettings",
     "ParityProbe",
     "Rescorer",
+    "RunReport",
     "TrainingPlan",
     "advice",
     "check_engine",

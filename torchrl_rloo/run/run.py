@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.diagnostics import DEFINITIONS, write_launch, write_report
 from torchrl_rloo.run.checkpoint import Checkpointer
 from torchrl_rloo.run.health_log import (
     HealthLog,
@@ -112,7 +111,6 @@ class Run:
         loggers: see :class:`RunLogger`.
         logger_kwargs: see :class:`RunLogger`.
         digest: see :class:`RunLogger`.
-        command: command line of the run, for ``launch.json`` and the report.
 
     Attributes:
         step: current step, or the last one that is done. 0 before the first.
@@ -161,7 +159,6 @@ class Run:
         loggers: tuple[str, ...] | list[str] = ("tensorboard",),
         logger_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         digest: MakeDigest | None = None,
-        command: str | None = None,
     ):
         check_resume(resume)
         if checkpoint_every < 0:
@@ -175,7 +172,7 @@ class Run:
                     f"parts[{name!r}] is a {type(part).__name__}, but must have state_dict and load_state_dict and a "
                     f"name other than {_OWN_PARTS}"
                 )
-        self.directory, self.total_steps, self.step, self.command = Path(directory), total_steps, 0, command
+        self.directory, self.total_steps, self.step = Path(directory), total_steps, 0
         self.settings, self.defaults = dict(settings or {}), dict(defaults or {})
         self.ranks = ranks or Ranks.single()
         shown = {"loggers": loggers, "logger_kwargs": logger_kwargs, "digest": digest}
@@ -213,8 +210,6 @@ class Run:
             atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
             stack.enter_context(self._stop)
             stack.enter_context(self.logger)
-            if self.command is not None and self.ranks.is_main:
-                write_launch(self.directory, self.command)
             self._stack = stack.pop_all()
         return self
 
@@ -300,25 +295,6 @@ class Run:
         for name in names:
             found[f"{name}_before"], found[f"{name}_after"] = self.first_and_last(name)
         return found
-
-    def write_report(self, summary: Mapping[str, Any] | None = None, **options: Any) -> Path:
-        """Write the report of the run so far on rank 0; see :func:`~torchrl_rloo.diagnostics.write_report`."""
-        return write_report(
-            self.directory,
-            history=self.logger.history,
-            timings=self.logger.timings,
-            summary=summary or {},
-            tables=self.logger.tables,
-            definitions=DEFINITIONS,
-            settings=self.settings,
-            command=self.command,
-            **options,
-        )
-
-    def refresh_report(self) -> None:
-        """Rewrite the report of an unfinished run if it is due: less often as the run gets longer."""
-        if self.ranks.is_main and self.logger.history and self.is_due(max(5, self.step // 50)):
-            self.write_report(finished=False)
 
     def _lock(self, stack: ExitStack) -> None:
         stack.enter_context(DirectoryLock(self.directory, sole=True))
