@@ -197,7 +197,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             source.on_main(partial(preflight, cfg, policy, **checked), "checks before the first step")
         if run.step == 0 and cfg.rollouts.train:
             evaluation_of_sets.run(run)
-        elif engine is not None:  # a new engine starts with the initial weights
+        elif cfg.inference.engine is not None:  # a new engine starts with the initial weights
             updater.initialize()
         for step in run.steps():
             ranks.place = f"step {step}"
