@@ -56,11 +56,6 @@ class Connection(web.RequestHandler):
     """Connection that waits for a request no longer than a time limit, and notes whether replies were read.
 
     It is a stranger's until a request has shown a key: an error closes it, and it makes room for others.
-
-    Args:
-        gate: limits and counters of its server.
-        manager: aiohttp's server.
-        **kwargs: further arguments of ``aiohttp.web.RequestHandler``.
     """
 
     __slots__ = ("_admitted", "_busy", "_gate", "_late", "_sent")
@@ -171,17 +166,7 @@ class Connection(web.RequestHandler):
 
 
 class Gate:
-    """Limits of a server's connections.
-
-    Args:
-        counts: counter of what is refused.
-        max_connections: maximum number of connections at a time.
-        read_timeout: seconds within which a request's head must arrive, and then its body.
-
-    Attributes:
-        open: number of open connections.
-        strangers: connections on which no request has shown a key yet, oldest first.
-    """
+    """Limits of a server's connections."""
 
     def __init__(self, counts: Counter[str], max_connections: int, read_timeout: float):
         self.counts, self.max_connections, self.read_timeout, self.open = counts, max_connections, read_timeout, 0

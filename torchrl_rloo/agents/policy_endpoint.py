@@ -25,12 +25,7 @@ from torchrl_rloo.runtime.event_loop import EventLoop
 
 
 class OpenConversation:
-    """Conversation of a :class:`PolicyEndpoint`.
-
-    Attributes:
-        context: address and key for its agent.
-        session: its calls. Only the endpoint's loop may call its methods.
-    """
+    """Conversation of a :class:`PolicyEndpoint`."""
 
     def __init__(self, endpoint: PolicyEndpoint, session: AgentSession, key: str, version: int):
         self.context = AgentContext(f"{endpoint.server.url}/v1", key)
@@ -39,21 +34,7 @@ class OpenConversation:
     def finish(
         self, reward: float = 0.0, reason: str | None = None, *, call_rewards: Mapping[str, float] | None = None
     ) -> TensorDictBase:
-        """End the conversation; its key is refused from now on.
-
-        Args:
-            reward: return of the trajectory.
-            reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. None is the limit that refused a call,
-                that of the last reply, or ``"failed"`` if there was no reply.
-            call_rewards: further rewards, by the ids of the responses that they are for.
-
-        Returns:
-            Finished row of the schema.
-
-        Raises:
-            RuntimeError: if the policy failed on a call.
-            ValueError: if ``call_rewards`` has an id of no response.
-        """
+        """End the conversation; its key is refused from now on."""
         self._endpoint.server.remove(self.context.api_key)
         return self._endpoint.loop.run(self._finish(reward, reason, call_rewards))
 
@@ -125,16 +106,7 @@ class PolicyEndpoint:
             raise
 
     def open(self, query: Messages, *, seed: int | None = None, **columns: Any) -> OpenConversation:
-        """Open a conversation.
-
-        Args:
-            query: messages with which the agent's first call begins.
-            seed: seed of its samples; None draws one.
-            **columns: further entries of the row: tensors, or any other values.
-
-        Raises:
-            ValueError: if the query leaves the policy no token.
-        """
+        """Open a conversation."""
         self._opened += 1
         seed = int(torch.randint(2**62, ())) if seed is None else seed
         entries = {k: v if isinstance(v, torch.Tensor) else NonTensorData(v) for k, v in columns.items()}
@@ -166,30 +138,14 @@ class PolicyEndpoint:
 
 
 class RoleConversation:
-    """Conversation of a :class:`RolePlay`.
-
-    Attributes:
-        contexts: address and key of each role.
-    """
+    """Conversation of a :class:`RolePlay`."""
 
     def __init__(self, conversations: Mapping[str, OpenConversation], frozen: Collection[str]):
         self._conversations, self._frozen = dict(conversations), frozenset(frozen)
         self.contexts: dict[str, AgentContext] = {role: c.context for role, c in conversations.items()}
 
     def finish(self, rewards: Mapping[str, float]) -> dict[str, TensorDictBase]:
-        """End the conversation of all roles; their keys are refused from now on.
-
-        Args:
-            rewards: return of each role that is not frozen; NaN lets its row abstain.
-
-        Returns:
-            Finished row of each role that is not frozen. The row of a role that never called has no action tokens
-            and abstains, so that its group is complete.
-
-        Raises:
-            ValueError: if ``rewards`` has other roles, or an infinite reward. The conversation stays open.
-            RuntimeError: if the policy failed on a call of any role. The conversation has ended.
-        """
+        """End the conversation of all roles; their keys are refused from now on."""
         trained = self._conversations.keys() - self._frozen
         if rewards.keys() != trained:
             raise ValueError(f"rewards={dict(rewards)} must have exactly the trained roles {sorted(trained)}")
@@ -243,16 +199,7 @@ class RolePlay:
             raise ValueError(f"frozen={sorted(self.frozen)} leaves no role of {list(self.endpoints)} to train")
 
     def open(self, queries: Mapping[str, Messages], *, group_id: int, seed: int | None = None) -> RoleConversation:
-        """Open a conversation.
-
-        Args:
-            queries: messages with which the first call of each role begins.
-            group_id: number of the group, the same for conversations to compare.
-            seed: seed of the samples of all roles, which differ by role; None draws one.
-
-        Raises:
-            ValueError: if ``queries`` has other roles, or one of them leaves the policy no token.
-        """
+        """Open a conversation."""
         if queries.keys() != self.endpoints.keys():
             raise ValueError(f"queries={sorted(queries)} must have exactly the roles {sorted(self.endpoints)}")
         seed = int(torch.randint(2**62, ())) if seed is None else seed

@@ -17,16 +17,7 @@ _CLOSING_S = 0.1  # time for the connection of an earlier attempt to close
 
 @dataclass(eq=False)
 class Exchange:
-    """Request and its replies.
-
-    Attributes:
-        digest: hash of path and body.
-        replies: task that samples them.
-        waiters: number of connections that wait for them.
-        connections: connections of the request and its repetitions.
-        repetitions: number of later requests that shared them.
-        sending: number of these that are not answered yet.
-    """
+    """Request and its replies."""
 
     digest: bytes
     replies: asyncio.Future[list[Reply]]
@@ -64,11 +55,7 @@ class Exchanges:
         self._equal: dict[bytes, list[Exchange]] = {}
 
     async def find(self, path: str, body: bytes, key: str | None, retries: str | None) -> tuple[bytes, Exchange | None]:
-        """Return the digest of a request, and the exchange that it repeats; None if it is new.
-
-        Raises:
-            FormatError: if the key is too long, or belongs to another request.
-        """
+        """Return the digest of a request, and the exchange that it repeats; None if it is new."""
         digest = hashlib.blake2b(path.encode() + b"\0" + body, digest_size=16).digest()
         if key is not None:
             if not 0 < len(key) <= _MAX_KEY:

@@ -23,18 +23,6 @@ class RoleSessions:
 
     Limits hold for each role. The row has the samples of all roles that are trained, and ``ROLE_RECORD`` tells whose
     they are; :func:`~torchrl_rloo.data.segments.split_roles` makes one row of each role of it.
-
-    Args:
-        env: see :class:`AgentSession`.
-        row: see :class:`AgentSession`. Samples of roles differ by the names of the roles. The policy finds
-            ``"role_id"``.
-        sample: see :class:`AgentSession`.
-        roles: roles of the conversation.
-        **settings: further arguments of each :class:`AgentSession`.
-
-    Attributes:
-        by_role: session of each role.
-        broken: event that is set with ``error`` of any session.
     """
 
     def __init__(self, env: ChatEnv, row: TensorDictBase, sample: Sample, *, roles: Sequence[Role], **settings: Any):
@@ -94,18 +82,7 @@ class RoleSessions:
         call_rewards: Mapping[str, float] | None = None,
         role_rewards: Mapping[str, float] | None = None,
     ) -> TensorDictBase:
-        """Return the conversation's row with its outcome in ``"next"``.
-
-        Args:
-            reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. ``"failed"`` and ``"time"`` hold for
-                all roles; others have the reasons of their last replies.
-            reward: reward of all roles.
-            call_rewards: further rewards, by the ids of the responses that they are for.
-            role_rewards: further reward of each role; roles that it lacks have none.
-
-        Raises:
-            ValueError: if ``call_rewards`` has an id of no response of a role that is trained.
-        """
+        """Return the conversation's row with its outcome in ``"next"``."""
         trained = self._trained
         calls = [call for session in trained.values() for call in session.tree.calls]
         rewarded = {id(call): 0.0 for call in calls}

@@ -44,30 +44,6 @@ class EndpointServer:
     A key of 256 random bits names the session of a call: as bearer token, as ``x-api-key``, or in the path
     ``/k/KEY/v1/...``. A role follows the key after a dot, or is the model. Other keys are refused. Paths are
     ``/v1/chat/completions``, ``/v1/responses``, ``/v1/messages`` and ``/v1/models``.
-
-    Args:
-        host: address to listen on. Others than those of this machine let other machines call.
-        port: port to listen on; 0 takes a free one.
-        hosts: names in ``Host`` that are accepted, in addition to ``localhost`` and addresses.
-        max_body: maximum bytes of a request.
-        max_waiting: maximum number of calls of a session at a time; others are answered with status 429.
-        max_connections: maximum number of connections. Another one takes the place of the oldest that has shown no key
-            yet; without such, it is answered with status 503. None takes half of the number of files that the process
-            may open, but at most 4096.
-        read_timeout: seconds within which the head of a request must arrive, and then its body.
-        counts: counter to use; None makes one.
-
-    Attributes:
-        counts: ``"endpoint/requests"``; ``"endpoint/retried"``, repeated requests that share the earlier reply;
-            ``"endpoint/disconnected"``, before the reply; ``"endpoint/unread_replies"``, sent to a client that closed
-            without reading them; ``"endpoint/ignored_sampling"``, whose sampling parameters are not the policy's; and
-            ``"endpoint/refused/<reason>"``. The reasons are ``key`` (unknown, or of an ended session), ``request``
-            (not of the format), ``size``, ``busy``, ``host``, ``path``, ``http`` (malformed), ``slow``, and
-            ``connections``.
-
-    Raises:
-        OSError: at :meth:`start`, if the address cannot be used.
-        ValueError: if a limit is not above 0.
     """
 
     def __init__(

@@ -37,14 +37,7 @@ Sample = Callable[[TensorDictBase], Awaitable[TensorDictBase]]
 
 
 class Ask(NamedTuple):
-    """Call of an agent.
-
-    Attributes:
-        messages: conversation, as the chat template takes it.
-        tools: schemas of tools, as the template takes them; None for none.
-        max_tokens: maximum tokens of the reply; None leaves it to the policy.
-        parse: whether to read tool calls in the reply.
-    """
+    """Call of an agent."""
 
     messages: Messages
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -53,14 +46,7 @@ class Ask(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Reply to a call.
-
-    Attributes:
-        call: its record. Raise ``call.deliveries`` once the agent is to receive it.
-        message: assistant message, with ``content``, and if there are any ``reasoning_content`` and ``tool_calls``.
-        finish: ``"stop"``, ``"length"`` or ``"tool_calls"``.
-        prompt_tokens: number of tokens of the prompt.
-    """
+    """Reply to a call."""
 
     call: Call
     message: dict[str, Any]
@@ -69,11 +55,7 @@ class Reply(NamedTuple):
 
 
 class RefusedCallError(ValueError):
-    """Call that the session refuses.
-
-    Attributes:
-        code: what was wrong, as clients read it.
-    """
+    """Call that the session refuses."""
 
     def __init__(self, message: str, code: str):
         super().__init__(message)
@@ -81,27 +63,7 @@ class RefusedCallError(ValueError):
 
 
 class AgentSession:
-    """Calls of one conversation, and the row that they make. Its methods run on the loop that makes it.
-
-    Args:
-        env: environment with the tokenizer and the limits of a conversation. ``max_tokens`` holds for each sample, and
-            ``max_turns`` for the number of calls.
-        row: opened row of the conversation.
-        sample: function that samples the policy's turn on a row.
-        parser: parser of tool calls in a reply; None leaves them in the text.
-        max_parallel: maximum number of concurrent calls; others wait.
-
-    Attributes:
-        tree: finished calls.
-        counts: counters of the session: ``"agent/calls"``, ``"agent/refused_calls"`` beyond a limit,
-            ``"agent/failed_calls"`` on which the policy failed, and ``"agent/cancelled_calls"``, of which the agent did
-            not await the reply. :meth:`finish` adds ``"agent/orphans"``, sampled replies that the agent did not
-            receive and that are not trained on.
-        limit: stop reason of the first limit that refused a call; None if none did.
-        error: first error of the policy; None if there was none.
-        broken: event that is set with ``error``.
-        version: oldest policy version that sampled a call; None if the policy does not report it.
-    """
+    """Calls of one conversation, and the row that they make. Its methods run on the loop that makes it."""
 
     def __init__(
         self,
@@ -130,13 +92,7 @@ class AgentSession:
     # Calls
 
     async def reply(self, ask: Ask) -> Reply:
-        """Sample the policy's reply to a call, in a separate task. Cancelling it cancels the request.
-
-        Raises:
-            RefusedCallError: if a limit is reached, the session has ended, or the call fails before the policy samples.
-                The template may be unable to render the messages.
-            Exception: raised by the policy.
-        """
+        """Sample the policy's reply to a call, in a separate task. Cancelling it cancels the request."""
         if self._ended:
             raise _ended_error()
         self._tasks.add(task := asyncio.current_task())
@@ -310,16 +266,7 @@ class AgentSession:
     def finish(
         self, reason: str, reward: float = 0.0, call_rewards: Mapping[str, float] | None = None
     ) -> TensorDictBase:
-        """Return the conversation's row with its outcome in ``"next"``.
-
-        Args:
-            reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`.
-            reward: reward that the agent gives, in addition to that of reward functions.
-            call_rewards: further rewards, by the ids of the responses that they are for.
-
-        Raises:
-            ValueError: if ``call_rewards`` has an id of no response.
-        """
+        """Return the conversation's row with its outcome in ``"next"``."""
         rewarded = rewarded_calls(self.tree.calls, call_rewards or {})
         self.count_tree()
         samples, leaves = self.tree.samples(), self.tree.leaves()
@@ -367,12 +314,7 @@ _LIMIT_NAMES = {"turns": "max_turns", "total_tokens": "max_tokens"}
 
 
 def client_message(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the assistant message that an agent receives.
-
-    Args:
-        text: text of the reply.
-        calls: its tool calls, which are removed from the content.
-    """
+    """Return the assistant message that an agent receives."""
     content = without_thinking(text)
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if content != text:

@@ -124,19 +124,7 @@ class AgentTransform(TurnTransform):
             return self._server
 
     async def play(self, row: TensorDictBase, sample: Sample) -> TensorDictBase:
-        """Run the agent to its end.
-
-        Args:
-            row: opened row of the conversation.
-            sample: function that samples the policy's turn on a row.
-
-        Returns:
-            The row, with ``"next"`` set as after its last turn.
-
-        Raises:
-            Exception: raised by the policy on a call.
-            BrokenAgentError: if a whole batch of agents failed, and none has ever ended otherwise.
-        """
+        """Run the agent to its end."""
         server = await event_loop.call_at_once(self.server)
         settings = {"parser": self.parser, "max_parallel": self.max_parallel}
         session: AgentSession | RoleSessions
@@ -221,11 +209,7 @@ class AgentTransform(TurnTransform):
             ) from error
 
     async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Refuse a step, since an agent owns its loop.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse a step, since an agent owns its loop."""
         raise RuntimeError("AgentTransform cannot be stepped, since an agent owns its loop; use LLMCollector")
 
     def close(self) -> None:

@@ -62,13 +62,6 @@ def adapt_to_policy(env: EnvBase, policy: Any) -> None:
     """Let the base environment know its policy's context and end-of-turn ids (:meth:`ChatEnv.adapt_to`).
 
     Collectors call it. An environment of another class stays unchanged.
-
-    Args:
-        env: environment, transformed or not.
-        policy: policy of its conversations.
-
-    Raises:
-        ValueError: if the two have another ``input_mode``.
     """
     while isinstance(env, TransformedEnv):
         env = env.base_env
@@ -83,13 +76,6 @@ def open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     could not open it (:meth:`TurnTransform.reset_failure`). Such a row gets no turn of the policy. Pass it to
     :meth:`RowStepper.truncate` with its own stop reason, and then to :meth:`RowStepper.finish` with its group, where it
     abstains.
-
-    Args:
-        env: transformed :class:`ChatEnv`.
-        rows: ``[n]`` rows that its :class:`DataLoadingPrimer` drew (:meth:`DataLoadingPrimer.draw_groups`).
-
-    Returns:
-        The ``[n]`` rows as ``env.reset`` returns them, except for those that are done.
     """
     opened = _open_rows(env, rows)
     # End the rows that a transform could not open
@@ -174,12 +160,6 @@ class RowStepper:
 
         ``"next"`` is set before transforms work on it, so a conversation that is cancelled during the step can be
         :meth:`truncate`. A row that is done still has to go through :meth:`finish`.
-
-        Args:
-            row: one row with the policy's turn.
-
-        Returns:
-            The row, with ``"next"`` set in place.
         """
         row.set("next", self.base.step_row(row))
         await self._apply(self.turn_transforms, row)
@@ -198,17 +178,7 @@ class RowStepper:
 
     @staticmethod
     def truncate(row: TensorDictBase, reason: str) -> TensorDictBase:
-        """End a conversation at its current state.
-
-        Args:
-            row: one row, after a step, in the middle of one, or before the policy's turn. In the last case ``"next"``
-                becomes the row's current state with reward 0.
-            reason: a name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. For a row that :func:`open_rows`
-                returned as done, it is the row's own stop reason.
-
-        Returns:
-            A copy of the row, so that a transform still in flight cannot write to it.
-        """
+        """End a conversation at its current state."""
         row = row.copy()
         if row.get("next", None) is None:
             row.set("next", row.copy().set("reward", torch.zeros(1, 1)))
@@ -220,9 +190,6 @@ class RowStepper:
 
         Conversations that failed abstain (:func:`~torchrl_rloo.envs.abstaining.mark_abstaining`): all their rewards are
         NaN.
-
-        Args:
-            rows: rows whose ``"next"`` is done, for example those of a group.
         """
         batch, after = stack_rows(rows), stack_rows([row["next"] for row in rows])
         mark_abstaining(self.base, after.unbind(0))

@@ -31,13 +31,6 @@ class EnvSession(TextSession):
     arguments that are ``seed``, ``options`` (a dictionary of the dataset's columns) or names of columns. With
     ``**kwargs`` it receives the seed and all columns, and ``options`` only if it names them. The older Gym's
     ``seed(seed)`` is called before a ``reset`` that takes no seed.
-
-    Args:
-        env: environment of this conversation only.
-        action: function from the policy's text to what ``step`` takes; None passes the text. Like the environment, it
-            may be slow: it runs on a thread, or on the users' loop if it is async.
-        observe: function from an observation to text or messages, called like ``action``; None uses the observation
-            itself.
     """
 
     def __init__(
@@ -67,11 +60,7 @@ class EnvSession(TextSession):
         return await self._text(getattr(result, "observation", result))
 
     async def step(self, text: str) -> Outcome:
-        """Step the environment; see :meth:`TextSession.step`.
-
-        Raises:
-            TypeError: if ``step`` returns an unknown result.
-        """
+        """Step the environment; see :meth:`TextSession.step`."""
         return await self._outcome(*await self._take(text))
 
     async def _take(self, text: str) -> tuple[Any, Any, bool, bool, Any]:
@@ -122,11 +111,6 @@ class OpenRLHFSession(TextSession):
     column). ``step`` gets ``"observation_text"``, ``"action_text"`` and ``"label"``. Observations and feedback become
     the contents of messages. An agent that writes a chat template's markers into them needs an ``observe`` that removes
     these.
-
-    Args:
-        agent: agent of this conversation only.
-        observe: function from ``"observation"`` and ``"environment_feedback"`` to text or messages, called on a thread,
-            or on the users' loop if it is async; None uses them as they are.
     """
 
     def __init__(self, agent: Any, *, observe: Callable[[Any], str | Messages] | None = None):
@@ -180,10 +164,6 @@ class VerifiersSession(TextSession):
 
     The prompt is the row's query. When the environment ends, the rubric's functions are called with the arguments that
     they name, and their weighted sum is the reward. A conversation that a limit of the run ends is not scored.
-
-    Args:
-        env: the environment. It may have ``max_turns``, which truncates, and a ``rubric`` with ``funcs`` and
-            ``weights``.
     """
 
     def __init__(self, env: Any):
@@ -282,12 +262,7 @@ Scores = tuple[float, float]
 
 
 def read_scores(observation: str) -> Scores | None:
-    """Return the evaluation's score and the baseline's in an answer of MLGym, or None if it has no evaluation.
-
-    Example:
-        >>> read_scores("Baseline Score: {'Score': 0.5}\\nEvaluation Score: {'Score': 0.75}")
-        (0.75, 0.5)
-    """
+    """Return the evaluation's score and the baseline's in an answer of MLGym, or None if it has no evaluation."""
     found = [re.search(_SCORE.format(name), observation) for name in ("Evaluation", "Baseline")]
     return None if None in found else (float(found[0].group(1)), float(found[1].group(1)))
 
@@ -437,17 +412,7 @@ def wrap(
 
 
 def detect_style(environment: Any) -> str:
-    """Return the style of an environment, or of a class of environments.
-
-    Args:
-        environment: see :func:`wrap`.
-
-    Returns:
-        A name in :data:`STYLES`.
-
-    Raises:
-        ValueError: if no style fits; the message lists the styles.
-    """
+    """Return the style of an environment, or of a class of environments."""
     # Styles with a distinctive class or method
     kind = environment if inspect.isclass(environment) else type(environment)
     if issubclass(kind, TextSession):

@@ -51,18 +51,7 @@ class GuessNumber:
             )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Draw the secret.
-
-        Args:
-            seed: seed of the secret; None draws an unseeded one.
-            options: overrides of ``"low"``, ``"high"`` and ``"secret"``; other keys are ignored.
-
-        Returns:
-            ``(observation, {})``, the observation being the task in words.
-
-        Raises:
-            ValueError: for an empty range.
-        """
+        """Draw the secret."""
         options = options or {}
         self.low, self.high = int(options.get("low", self.low)), int(options.get("high", self.high))
         self._check_range()
@@ -71,15 +60,7 @@ class GuessNumber:
         return f"Guess a number from {self.low} to {self.high}.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Process a guess.
-
-        Args:
-            action: the player's text.
-
-        Returns:
-            ``(answer, reward, terminated, truncated, {"found": bool})``. A lost game is terminated, not truncated,
-            since ``max_turns`` is a rule of the game.
-        """
+        """Process a guess."""
         self.turns += 1
         numbers = [n for n in _NUMBER.findall(action) if len(n) <= _MAX_DIGITS]
         guess = int(numbers[-1]) if numbers else None

@@ -201,11 +201,7 @@ class TextEnvTransform(TurnTransform):
         return {ENV_SEED: zlib.crc32(repr(sorted(columns.items())).encode())} | columns
 
     async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Process a turn; see :meth:`TurnTransform.process_turn`.
-
-        Raises:
-            KeyError: if this transform did not reset the row, which is an error of the caller.
-        """
+        """Process a turn; see :meth:`TurnTransform.process_turn`."""
         if (trajectory_id := int(row[keys.TRAJECTORY_ID])) not in self._held:
             raise KeyError(f"trajectory_id={trajectory_id} is unknown; reset its row with this transform")
         await super().process_turn(row, next_row)
@@ -329,21 +325,7 @@ class TextTask(TaskBase):
     def load(
         self, source: Any = None, *, eval_size: int = 256, seed: int = 0, **kwargs: Any
     ) -> tuple[PromptDataset, PromptDataset]:
-        """Load training and held-out games.
-
-        Args:
-            source: source of rows for :func:`~torchrl_rloo.data.load_prompts`, whose columns are passed to ``reset``.
-                None or ``"embedded"`` uses rows of seeds.
-            eval_size: number of held-out games.
-            seed: seed of the split of the source's rows.
-            **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
-
-        Returns:
-            ``(train, held_out)``.
-
-        Raises:
-            ValueError: if ``kwargs`` other than ``tokenizer`` are given for rows of seeds.
-        """
+        """Load training and held-out games."""
         if source in (None, EMBEDDED):
             if unused := sorted(name for name, value in kwargs.items() if value and name != "tokenizer"):
                 raise ValueError(f"{unused} require a source of rows; set source, or omit them")
@@ -363,12 +345,7 @@ class TextTask(TaskBase):
 
 
 def seed_dataset(size: int, first: int = 0) -> PromptDataset:
-    """Return rows that have only an ``"env_seed"``, for an environment that makes its prompts itself.
-
-    Args:
-        size: number of rows.
-        first: first seed; the rows have consecutive seeds.
-    """
+    """Return rows that have only an ``"env_seed"``, for an environment that makes its prompts itself."""
     return PromptDataset({keys.QUERY: PLACEHOLDER_PROMPT, ENV_SEED: seed} for seed in range(first, first + size))
 
 

@@ -19,15 +19,7 @@ _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:]+\
 
 
 def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return the hosts in lower case.
-
-    Raises:
-        ValueError: if there is none, or one is no host.
-
-    Example:
-        >>> check_hosts(["Example.org", "*.example.org", "127.0.0.1:8000"])
-        ('example.org', '*.example.org', '127.0.0.1:8000')
-    """
+    """Return the hosts in lower case."""
     if isinstance(hosts, str) or not hosts:
         raise ValueError(f"allowed_hosts={hosts!r} must be a list of at least one host, such as ['example.org']")
     lower = tuple(str(host).lower() for host in hosts)
@@ -39,12 +31,7 @@ def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_allowed(host: str, port: int, allowed: Sequence[str]) -> bool:
-    """Return whether a list of hosts has a host, at a port.
-
-    Example:
-        >>> is_allowed("a.example.org", 443, ["*.example.org"]), is_allowed("example.org", 8000, ["example.org"])
-        (True, False)
-    """
+    """Return whether a list of hosts has a host, at a port."""
     host = host.lower().rstrip(".")
     if ":" in host:
         host = f"[{host}]"
@@ -309,11 +296,7 @@ class Browser(Tool):
         return Tab()
 
     async def call(self, state: Tab, /, action: str, **arguments: Any) -> str:
-        """Do one action, and return the page's text.
-
-        Raises:
-            ToolError: if arguments are missing or do not belong to the action, or the action fails.
-        """
+        """Do one action, and return the page's text."""
         required, optional = _ARGUMENTS[action]
         if missing := [name for name in required if name not in arguments]:
             raise ToolError(f"action {action} requires {', '.join(missing)}: add what is missing")

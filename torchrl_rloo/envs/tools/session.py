@@ -58,15 +58,7 @@ class ToolSession:
         self.closed = False
 
     async def call(self, call: ToolCall | MalformedCall, *, deadline: float = float("inf")) -> ToolResult:
-        """Make one call.
-
-        Args:
-            call: call from a parser.
-            deadline: time of ``time.monotonic()`` at which the call times out, in seconds.
-
-        Raises:
-            RuntimeError: if the session is closed and the tool has a state.
-        """
+        """Make one call."""
         if isinstance(call, MalformedCall):
             return ToolResult("", self._error(f"the call could not be read: {call.error}"), "malformed")
         if call.name not in self.tools:
@@ -83,14 +75,7 @@ class ToolSession:
             return await self._make(tool, arguments, deadline)
 
     async def open_state(self, tool: Tool) -> Any:
-        """Return the trajectory's state of a tool, opened if no call has done that.
-
-        Args:
-            tool: tool with a state.
-
-        Raises:
-            RuntimeError: if the state cannot be opened, or the session is closed.
-        """
+        """Return the trajectory's state of a tool, opened if no call has done that."""
         async with self._order_locks[tool.state_key]:
             outcome = await self._state(tool, self.timeout, float("inf"))
         if not outcome.ok:

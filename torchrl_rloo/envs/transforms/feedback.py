@@ -211,12 +211,7 @@ class UserSimulator(TurnTransform):
         self._own_messages.pop(trajectory_id, None)
 
     def messages(self, row: TensorDictBase, next_row: TensorDictBase) -> Messages:
-        """Return the conversation as the simulator sees it, with its system prompt first.
-
-        Args:
-            row: the turn, with the dataset's columns.
-            next_row: the state after it.
-        """
+        """Return the conversation as the simulator sees it, with its system prompt first."""
         prompt = self.system_prompt.format_map({name: _plain(row[name]) for name in self.columns})
         query, completion = row[keys.QUERY], next_row[keys.COMPLETION]
         # Keep the simulator's messages and the policy's turns that they answer; the next message will be its own

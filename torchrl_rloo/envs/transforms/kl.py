@@ -200,19 +200,7 @@ def _subtract_kl(
     estimator: KLEstimator,
     omitted: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Subtract the KL of trajectories to the reference from their rewards.
-
-    Args:
-        rewards: ``[B]``.
-        log_probs: ``[B, A]`` of action tokens under the policy that sampled them, 0 elsewhere.
-        ref_log_probs: ``[B, A]`` under the reference, 0 elsewhere.
-        coeff: penalty per nat.
-        estimator: KL of each token.
-        omitted: ``[B, 1]`` bool, True for a trajectory whose KL does not count. None counts all.
-
-    Returns:
-        ``[B]``.
-    """
+    """Subtract the KL of trajectories to the reference from their rewards."""
     kl = estimator(log_probs, ref_log_probs).cpu()
     if omitted is not None:
         kl = kl * ~omitted

@@ -154,15 +154,7 @@ class RewardTransform(EnvTransform):
         num_tokens: int,
         log_history: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Report the run's progress to reward functions, which see it as ``trainer_state``.
-
-        Args:
-            step: training steps done.
-            max_steps: training steps of the whole run.
-            epoch: epochs done, as a fraction.
-            num_tokens: tokens seen so far.
-            log_history: entries of metrics so far, such as those of ``run.logger.history``.
-        """
+        """Report the run's progress to reward functions, which see it as ``trainer_state``."""
         self.trainer_state = TrainerState(
             global_step=step,
             max_steps=max_steps,
@@ -175,10 +167,6 @@ class RewardTransform(EnvTransform):
         """Return a function from rows to the returns that the baseline compares, before any KL.
 
         Without reward functions these are the final returns, which include a KL.
-
-        Args:
-            raw: whether to use the scores from before shaping.
-            per_function: whether to return each function's scores instead of their weighted sum.
         """
         if not self.names:
             return final_return
@@ -280,15 +268,7 @@ def make_reward_batch(
     truncated: Sequence[bool],
     trainer_state: TrainerState,
 ) -> RewardBatch:
-    """Return finished trajectories as reward functions see them.
-
-    Args:
-        rows: ``B`` rows with the prompt and the columns of the dataset.
-        ended: ``B`` rows with the completion.
-        ids: sampled ids of each trajectory.
-        truncated: whether a limit ended it.
-        trainer_state: progress of the run.
-    """
+    """Return finished trajectories as reward functions see them."""
     return RewardBatch(
         prompts=[non_tensor_value(row, keys.QUERY) for row in rows],
         completions=[non_tensor_value(row, keys.COMPLETION) for row in ended],

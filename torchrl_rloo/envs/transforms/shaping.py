@@ -104,15 +104,7 @@ class ShapingTransform(EnvTransform):
 
     @abstractmethod
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Return shaped scores of the chosen functions.
-
-        Args:
-            scores: ``[n, len(self.names)]`` scores of rows that are done, NaN where a function abstained.
-            truncated: bool ``[n]``, True for rows that a limit cut off or that failed.
-
-        Returns:
-            ``[n, len(self.names)]``.
-        """
+        """Return shaped scores of the chosen functions."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # Keep the original scores, which only the first shaping transform sees; a turn before the last may have none
@@ -251,20 +243,6 @@ class TruncationPolicy(ShapingTransform):
     to give it (:func:`~torchrl_rloo.functional.rewards.shape_truncated_scores`); ``clip_range`` applies afterwards.
     ``"abstain"`` on some of the functions keeps the scores of the others. To mask the tokens of truncated rows but keep
     their return, use the loss's ``mask_truncated_completions``.
-
-    Args:
-        rewards: see :class:`ShapingTransform`.
-        mode: one of the modes above.
-        value: see above; None for ``"keep"`` and ``"abstain"``.
-        functions: see :class:`ShapingTransform`.
-
-    Attributes:
-        counts: ``"shaping/truncated_rows"``, the number of rows whose return was changed.
-
-    Example:
-        >>> policy = TruncationPolicy(ScoreNames(["accuracy"], [1.0]), "replace", -1.0)
-        >>> policy.shape(torch.tensor([[1.0], [1.0]]), torch.tensor([True, False])).tolist()
-        [[-1.0], [1.0]]
     """
 
     def __init__(
@@ -398,11 +376,7 @@ class NormalizeRewards(ShapingTransform):
         return super().get_extra_state() | moments
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore counters and statistics, in place.
-
-        Raises:
-            ValueError: if the statistics belong to other functions.
-        """
+        """Restore counters and statistics, in place."""
         if state["names"] != self.names:
             raise ValueError(
                 f"the state has statistics of {state['names']}, but this transform has functions={self.names}; resume "
