@@ -22,7 +22,7 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper
 from torchrl_rloo.envs.stepping import open_rows
-from torchrl_rloo.envs.text import GuessNumber, Outcome, TextEnvTransform, TextSession, TextTask, text_env
+from torchrl_rloo.envs.text import GuessNumber, Outcome, TextEnvTransform, TextSession, text_env
 from torchrl_rloo.envs.text.transform import seed_dataset
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
 from torchrl_rloo.modules import vLLMWrapper
@@ -366,23 +366,13 @@ def test_counts_survive_a_restart(tokenizer):
     assert transform_of(second).counts == {"text_env/failed_opens": 3}
 
 
-def test_seeds_of_a_dataset_of_seeds():
-    assert [row["env_seed"] for row in seed_dataset(3, 10).rows] == [10, 11, 12]
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0])
-def test_a_bad_time_limit_is_refused(timeout, tokenizer):
-    with pytest.raises(ValueError, match="timeout="):
-        text_env(GuessNumber, tokenizer, prompts_per_batch=1, timeout=timeout)
-
-
-def test_settings_without_effect_are_refused(tokenizer):
+def test_wrong_settings_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="timeout=0"):
+        text_env(GuessNumber, tokenizer, prompts_per_batch=1, timeout=0)
     with pytest.raises(ValueError, match="max_consecutive_failures=0 must be at least 1"):
         TextEnvTransform(GuessNumber, max_consecutive_failures=0)
-    with pytest.raises(ValueError, match="num_seeds=5 cannot be combined with dataset"):
+    with pytest.raises(ValueError, match="num_seeds=5 .* cannot be combined with dataset"):
         text_env(GuessNumber, tokenizer, prompts_per_batch=1, num_seeds=5, dataset=seed_dataset(2))
-    with pytest.raises(ValueError, match=r"\['limit'\] require a source"):
-        TextTask(GuessNumber).load(limit=3)
 
 
 def test_an_opening_that_the_template_refuses_costs_its_row(play: Callable, tokenizer):

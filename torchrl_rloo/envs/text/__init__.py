@@ -3,7 +3,7 @@
 from torchrl_rloo.envs.text.adapters import MLGymWrapper, wrap
 from torchrl_rloo.envs.text.games import GuessNumber
 from torchrl_rloo.envs.text.session import Outcome, TextSession
-from torchrl_rloo.envs.text.transform import TextEnvTransform, TextTask, text_env
+from torchrl_rloo.envs.text.transform import TextEnvTransform, text_env
 
 __all__ = [
     "GuessNumber",
@@ -11,7 +11,6 @@ __all__ = [
     "Outcome",
     "TextEnvTransform",
     "TextSession",
-    "TextTask",
     "text_env",
     "wrap",
 ]

@@ -154,85 +154,6 @@ class OpenRLHFSession(TextSession):
         return messages
 
 
-class VerifiersSession(TextSession):
-    """Session of a ``verifiers`` environment, which many conversations may share.
-
-    ``env_response(messages, state)`` returns messages, text, or a pair of messages and state. ``is_completed``, of
-    ``(messages, state)`` or ``(state)``, returns whether the conversation has ended. These and ``setup_state(state)``
-    may be async. The state has ``prompt``, ``completion``, ``answer``, ``info``, ``task``, ``turn`` and
-    ``trajectory``.
-
-    The prompt is the row's query. When the environment ends, the rubric's functions are called with the arguments that
-    they name, and their weighted sum is the reward. A conversation that a limit of the run ends is not scored.
-    """
-
-    def __init__(self, env: Any):
-        self.env = env
-        self.state: dict[str, Any] = {}
-        self._messages: Messages = []
-
-    async def reset(self, row: dict[str, Any]) -> None:
-        """Make the state; the prompt is the row's query. See :meth:`TextSession.reset`."""
-        prompt = as_messages(row[keys.QUERY], "a query")
-        self._messages = list(prompt)
-        self.state = dict(row) | {"prompt": prompt, "completion": [], "turn": 0, "trajectory": [], "responses": []}
-        for name, default in (("answer", ""), ("info", {}), (keys.TASK, "default")):
-            self.state.setdefault(name, default)
-        if callable(setup := getattr(self.env, "setup_state", None)):
-            self.state = await call(setup, self.state) or self.state
-
-    async def step(self, text: str) -> Outcome:
-        """Check whether the environment ends, and otherwise get its answer; see :meth:`TextSession.step`."""
-        # Record the turn
-        reply = {"role": "assistant", "content": text}
-        self.state["trajectory"].append({"prompt": list(self._messages), "completion": [reply]})
-        self._extend([reply])
-        self.state["turn"] += 1
-        # End before the answer, or with it
-        max_turns = getattr(self.env, "max_turns", -1)
-        if await self._completed():
-            return await self._end()
-        if isinstance(max_turns, int) and 0 < max_turns <= self.state["turn"]:
-            return await self._end(truncated=True)
-        answer = await call(self.env.env_response, list(self._messages), self.state)
-        if isinstance(answer, tuple):
-            answer, self.state = answer
-        answer = as_messages(answer, "the answer of env_response") if answer else []
-        self._extend(answer)
-        if not answer or self.state.get("final_env_response") or await self._completed():
-            return await self._end()
-        return Outcome(feedback=answer)
-
-    def _extend(self, messages: Messages) -> None:
-        self._messages += messages
-        self.state["completion"] = self._messages[len(self.state["prompt"]) :]
-
-    async def _completed(self) -> bool:
-        if not callable(test := getattr(self.env, "is_completed", None)):
-            return False
-        positional = [p for p in inspect.signature(test).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        given = (self.state,) if len(positional) == 1 else (list(self._messages), self.state)
-        return bool(await call(test, *given))
-
-    async def _end(self, truncated: bool = False) -> Outcome:
-        rubric = getattr(self.env, "rubric", None)
-        functions = _first(rubric, "funcs", "reward_funcs")
-        weights = _first(rubric, "weights", "reward_weights") or [1.0] * len(functions)
-        scores = {getattr(f, "__name__", str(i)): await self._score(f, rubric) for i, f in enumerate(functions)}
-        reward = sum(weight * score for weight, score in zip(weights, scores.values(), strict=True))
-        return Outcome(reward=reward, terminated=not truncated, truncated=truncated, metrics=scores)
-
-    async def _score(self, function: Callable[..., Any], rubric: Any) -> float:
-        names = ("prompt", "completion", "answer", "info", keys.TASK)
-        given = {"parser": getattr(rubric, "parser", None), "state": self.state} | {n: self.state[n] for n in names}
-        named, anything = _parameters(function)
-        return _number(await call(function, **{n: v for n, v in given.items() if anything or n in named}))
-
-
-def _first(holder: Any, *names: str) -> list[Any]:
-    return list(next((found for name in names if isinstance(found := getattr(holder, name, None), list)), []))
-
-
 def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:
     """Return the names of a function's arguments, and whether it takes any keyword argument."""
     parameters = inspect.signature(function).parameters.values()
@@ -355,11 +276,10 @@ class MLGymWrapper(EnvSession):
 STYLES = {
     "env": "reset and step, as in Gymnasium, the older Gym or OpenEnv",
     "openrlhf": "async reset(states) and step(states), as in OpenRLHF's agents",
-    "verifiers": "env_response(messages, state) and is_completed, as in verifiers",
     "rollout": "async def rollout(row, generate) -> float | None",
     "session": "a TextSession",
 }
-_ADAPTERS = {"env": EnvSession, "openrlhf": OpenRLHFSession, "verifiers": VerifiersSession, "rollout": RolloutSession}
+_ADAPTERS = {"env": EnvSession, "openrlhf": OpenRLHFSession, "rollout": RolloutSession}
 
 
 def wrap(
@@ -376,8 +296,7 @@ def wrap(
 
             - a class of environments,
             - a sync or async function without arguments that makes an environment,
-            - an environment, of which each conversation gets a deep copy; in the ``verifiers`` style, whose state is
-              kept outside, all share it,
+            - an environment, of which each conversation gets a deep copy,
             - an async rollout function.
 
         style: name in :data:`STYLES`; None detects the style.
@@ -413,12 +332,9 @@ def wrap(
 
 def detect_style(environment: Any) -> str:
     """Return the style of an environment, or of a class of environments."""
-    # Styles with a distinctive class or method
     kind = environment if inspect.isclass(environment) else type(environment)
     if issubclass(kind, TextSession):
         return "session"
-    if callable(getattr(kind, "env_response", None)):
-        return "verifiers"
     # Styles with a step method; OpenRLHF's takes its states
     step = getattr(kind, "step", None) or getattr(environment, "step", None)
     if callable(step):
@@ -437,7 +353,7 @@ def _is_factory(environment: Any) -> bool:
     """Return whether it is a function that makes an environment."""
     if inspect.isclass(environment) or not callable(environment):
         return False
-    if any(hasattr(environment, name) for name in ("reset", "step", "env_response")):
+    if any(hasattr(environment, name) for name in ("reset", "step")):
         return False
     return _required(environment) == 0
 
@@ -493,10 +409,9 @@ class _Wrapped(TextSession):
             agent = environment.__new__(environment)  # the class of an actor, whose constructor is awaited
             await call(agent.__init__)
             return agent
-        # Instances of these styles keep no state of a conversation, so all share them
-        if self.style in ("rollout", "verifiers"):
+        if self.style == "rollout":  # a function keeps no state of a conversation
             return environment
-        # Copy other instances, whose state belongs to one conversation
+        # Copy instances, whose state belongs to one conversation
         try:
             return await call(copy.deepcopy, environment)
         except Exception as error:
