@@ -290,14 +290,12 @@ def _plain(value: Any) -> Any:
 class BrowserTransform(ToolTransform):
     """:class:`ToolTransform` with a :class:`~torchrl_rloo.envs.tools.Browser`, whose process ends with the environment.
 
-    Differences from TorchRL's class of the same name: conversations have separate pages and cookies, pages are text
-    with numbered items instead of selectors, and hosts are enforced for all requests of a page.
+    Differences from TorchRL's class of the same name: conversations have separate pages and cookies, and hosts are
+    enforced for all requests of a page.
 
     Args:
         allowed_hosts: see :class:`~torchrl_rloo.envs.tools.Browser`.
         parser: see :class:`ToolTransform`.
-        browser: further arguments of :class:`~torchrl_rloo.envs.tools.Browser`.
-        tools: further tools.
         **kwargs: further arguments of :class:`ToolTransform`.
 
     Attributes:
@@ -310,18 +308,10 @@ class BrowserTransform(ToolTransform):
         )
     """
 
-    def __init__(
-        self,
-        allowed_hosts: Sequence[str],
-        parser: str | Parser = "hermes",
-        *,
-        browser: dict[str, Any] | None = None,
-        tools: Sequence[Any] = (),
-        **kwargs: Any,
-    ):
-        made = Browser(allowed_hosts, **(browser or {}))
-        super().__init__([made, *tools], parser, **kwargs)
-        self.browser = made
+    def __init__(self, allowed_hosts: Sequence[str], parser: str | Parser = "hermes", **kwargs: Any):
+        browser = Browser(allowed_hosts)
+        super().__init__([browser], parser, **kwargs)
+        self.browser = browser
 
     def close(self) -> None:
         """Close the pages of all conversations, and the browser."""
