@@ -15,7 +15,8 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 from torchrl_rloo.data import encode_prompt, keys, load_prompts
 from torchrl_rloo.data.rows import make_tensorclass, ragged, stack_rows
 from torchrl_rloo.data.templates import to_history
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat, step_rows
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat
+from torchrl_rloo.envs.stepping import step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 

@@ -17,7 +17,8 @@ from torchrl_rloo.data.segments import sampled_versions, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, TERMINATED, stop_reason
 from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat, step_rows
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat
+from torchrl_rloo.envs.stepping import step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 

@@ -17,36 +17,16 @@ from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.turn_transform import TurnTransform
-from torchrl_rloo.runtime import event_loop
 
 
 def step_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     """Step any number of a chat environment's rows.
 
     ``env.step`` requires the environment's whole batch even where ``batch_locked`` is False.
-
-    Args:
-        env: :class:`ChatEnv`, transformed or not.
-        rows: ``[n]`` rows with the policy's turn.
-
-    Returns:
-        The ``[n]`` rows, with ``"next"`` set.
     """
     after = env._step(rows)
     mark_abstaining(env, after.unbind(0))
     return rows.set("next", after)
-
-
-def release_rows(env: EnvBase, rows: Iterable[TensorDictBase]) -> None:
-    """Release what transforms keep for conversations that have ended, and wait until it is done.
-
-    Args:
-        env: the environment that stepped them.
-        rows: rows with a ``"trajectory_id"``.
-    """
-    stateful = _select_stateful(transforms_of(env))
-    if stateful:
-        event_loop.run(_release(stateful, [int(row[keys.TRAJECTORY_ID]) for row in rows]))
 
 
 def transforms_of(env: EnvBase) -> list[Transform]:

@@ -11,8 +11,7 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.embedded import build_model, build_tokenizer, resolve_task
 from torchrl_rloo.embedded.resolve import ADDITION, CALCULATOR
-from torchrl_rloo.envs.tasks import Mixture
-from torchrl_rloo.envs.tasks.mixture import mix_prompts
+from torchrl_rloo.envs.tasks.mixture import Mixture, mix_prompts
 from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward

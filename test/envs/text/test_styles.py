@@ -13,8 +13,9 @@ import torch
 
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.envs.text import GuessNumber, Outcome, TextSession, text_env, wrap
-from torchrl_rloo.envs.text.adapters import detect_style
+from torchrl_rloo.envs.text import Outcome, TextSession, text_env
+from torchrl_rloo.envs.text.adapters import detect_style, wrap
+from torchrl_rloo.envs.text.games import GuessNumber
 
 # The game: "go on" is answered by "turn <n>" and earns 0.5; "stop" ends it and earns 2.
 OPENING = "Say go on, or stop."

@@ -22,7 +22,8 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper
 from torchrl_rloo.envs.stepping import open_rows
-from torchrl_rloo.envs.text import GuessNumber, Outcome, TextEnvTransform, TextSession, text_env
+from torchrl_rloo.envs.text import Outcome, TextEnvTransform, TextSession, text_env
+from torchrl_rloo.envs.text.games import GuessNumber
 from torchrl_rloo.envs.text.transform import seed_dataset
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
 from torchrl_rloo.modules import vLLMWrapper

@@ -19,22 +19,6 @@ class Mixture(TaskBase):
 
     Rows have the columns of all tasks, None where a row's task has no such column, and ``"task"``, the task's name.
     Each reward scores only its task's rows and abstains on the others, so it is logged separately.
-
-    Args:
-        tasks: at least two single-turn tasks with different names.
-        weights: positive shares of the prompts drawn, one per task; None is proportional to the tasks' prompt counts.
-        options: further arguments of each task's :meth:`Task.load`, such as ``source``, by task name.
-
-    Raises:
-        ValueError: for fewer than two tasks, a duplicate name, invalid weights, or options of an unknown task. Also for
-            a multi-turn task, whose transforms would act on the rows of other tasks.
-
-    Example:
-        >>> from torchrl_rloo.envs.tasks import TASKS
-        >>> mixture = Mixture([TASKS["gsm8k"], TASKS["math"]], weights=[0.7, 0.3])
-        >>> train, held_out = mixture.load("embedded", eval_size=8)
-        >>> sorted({row["task"] for row in held_out.rows})
-        ['gsm8k', 'math']
     """
 
     name = "mixture"

@@ -289,33 +289,7 @@ def wrap(
     action: Callable[[str], Any] | None = None,
     observe: Callable[[Any], Any] | None = None,
 ) -> Callable[[], TextSession]:
-    """Return a function that makes a separate session for each conversation.
-
-    Args:
-        environment: one of
-
-            - a class of environments,
-            - a sync or async function without arguments that makes an environment,
-            - an environment, of which each conversation gets a deep copy,
-            - an async rollout function.
-
-        style: name in :data:`STYLES`; None detects the style.
-        action: function from the policy's text to what ``step`` takes, such as an OpenEnv action; None passes the text.
-        observe: function from an observation to text or messages; None uses the observation itself.
-
-    Returns:
-        A function without arguments that makes a :class:`TextSession`.
-
-    Raises:
-        ValueError: for an unknown style, an environment without a known style, or an option that its style does not
-            have.
-
-    Example:
-        >>> from torchrl_rloo.envs.text.games import GuessNumber
-        >>> make_session = wrap(lambda: GuessNumber(1, 8))
-        >>> isinstance(make_session(), TextSession)
-        True
-    """
+    """Return a function that makes a separate session for each conversation."""
     if style is not None and style not in STYLES:
         raise ValueError(f"style={style!r} is unknown; valid: {_list_styles()}")
     options = {name: f for name, f in (("action", action), ("observe", observe)) if f is not None}

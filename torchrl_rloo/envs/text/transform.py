@@ -55,7 +55,7 @@ class TextEnvTransform(TurnTransform):
     the reason is ``"total_tokens"``, and the trajectory abstains as well.
 
     Args:
-        make_session: factory of a conversation's session, see :func:`~torchrl_rloo.envs.text.wrap`.
+        make_session: factory of a conversation's session, see :func:`~torchrl_rloo.envs.text.adapters.wrap`.
         timeout: time limit of a session's opening, closing and each turn, in seconds; None disables it. A sync
             environment that takes longer is abandoned on its thread.
         system_prompt: system message of openings that have none; None adds none.
@@ -72,7 +72,7 @@ class TextEnvTransform(TurnTransform):
             many failed consecutively.
 
     Example:
-        >>> from torchrl_rloo.envs.text import GuessNumber, wrap
+        >>> from torchrl_rloo.envs.text.games import GuessNumber
         >>> TextEnvTransform(wrap(GuessNumber), timeout=5.0).counts["text_env/failed"]
         0
     """
@@ -290,7 +290,8 @@ def text_env(
     """Build an environment for a collector from a text environment.
 
     Args:
-        environment: see :func:`wrap`.
+        environment: a class of environments, a function without arguments that makes one, or an async rollout function.
+            Of an environment, each conversation gets a deep copy.
         tokenizer: the policy's tokenizer.
         prompts_per_batch: games per reset.
         num_generations: conversations per game.
@@ -298,9 +299,9 @@ def text_env(
         num_seeds: number of distinct games. None is 10,000; cannot be combined with ``dataset``.
         system_prompt: see :class:`TextEnvTransform`.
         timeout: see :class:`TextEnvTransform`.
-        style: see :func:`wrap`.
-        action: see :func:`wrap`.
-        observe: see :func:`wrap`.
+        style: name in :data:`~torchrl_rloo.envs.text.adapters.STYLES`; None detects the style.
+        action: function from the policy's text to what ``step`` takes, such as an OpenEnv action; None passes the text.
+        observe: function from an observation to text or messages; None uses the observation itself.
         transforms: transforms that answer turns before the environment sees them, such as tools.
         **kwargs: further arguments of :class:`~torchrl_rloo.envs.DatasetChatEnv`, such as ``rewards``, ``max_turns``.
 

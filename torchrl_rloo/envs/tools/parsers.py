@@ -19,19 +19,12 @@ from torchrl_rloo.runtime.http import MAX_DEPTH, is_deep
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Call that a parser could read.
-
-    Args:
-        name: name of the tool, which need not exist.
-        arguments: arguments by name, not yet checked against the tool's schema.
-        id: id that the policy gave the call; None in formats without ids.
-        untyped: True if all arguments are strings, to be converted as the tool's schema says.
-    """
+    """Call that a parser could read."""
 
     name: str
-    arguments: dict[str, Any]
-    id: str | None = None
-    untyped: bool = False
+    arguments: dict[str, Any]  # not yet checked against the tool's schema
+    id: str | None = None  # that the policy gave the call
+    untyped: bool = False  # whether all arguments are strings, to be converted as the schema says
 
 
 @dataclass(frozen=True)
@@ -47,17 +40,10 @@ Outcome = Literal["ok", "failed", "invalid", "timed_out", "unknown", "malformed"
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a call.
+    """Result of a call."""
 
-    Args:
-        name: name of the tool; empty for a call that could not be read.
-        text: text that the policy is shown.
-        outcome: ``"ok"``; ``"failed"``, the tool raised; ``"invalid"``, the arguments do not fit the schema;
-            ``"timed_out"``; ``"unknown"``, no tool has that name; ``"malformed"``, the call could not be read.
-    """
-
-    name: str
-    text: str
+    name: str  # empty for a call that could not be read
+    text: str  # that the policy is shown
     outcome: Outcome
 
 

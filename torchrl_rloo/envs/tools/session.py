@@ -30,14 +30,8 @@ class ToolSession:
 
     It may be used on any event loop, and closed on another one. Errors of a call become texts for the policy. A call
     that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so that no later call uses it.
-
-    Args:
-        tools: tools that may be called.
-        columns: dataset columns of the trajectory's row.
-        timeout: limit of a call, of opening a state and of closing it, in seconds. A tool's own limit applies if it is
-            shorter. The time in which a call waits for a thread or for ``limits`` does not count.
-        max_chars: characters of a result that the policy is shown; the rest is cut.
-        limits: limits of concurrent calls by tool name, shared with other sessions.
+    ``timeout`` limits a call, the opening of a state and its closing; a tool's shorter limit applies. The time in which
+    a call waits for a thread or for ``limits``, which sessions share, does not count.
     """
 
     def __init__(

@@ -387,20 +387,7 @@ def tool(
 
 
 class ToolRegistry(Mapping[str, Tool]):
-    """Mapping of names to tools, in order.
-
-    Args:
-        tools: tools, or functions to make tools of; see :func:`~torchrl_rloo.envs.tools.tool.tool`.
-
-    Raises:
-        ValueError: if two tools share a name, or a function cannot become a tool.
-
-    Example:
-        >>> from torchrl_rloo.envs.tools.calculator import calculator
-        >>> tools = ToolRegistry([calculator])
-        >>> list(tools), tools.unknown_message("calculater")
-        (['calculator'], 'there is no tool "calculater"; did you mean "calculator"?')
-    """
+    """Mapping of names to tools, in order."""
 
     def __init__(self, tools: Iterable[Tool | Callable[..., Any]]):
         self._tools: dict[str, Tool] = {}

@@ -9,8 +9,6 @@ from torchrl_rloo.envs.transforms.shaping import (
     CalibrateScores,
     ClipRewards,
     NormalizeRewards,
-    ScoreNames,
-    ShapingTransform,
 )
 from torchrl_rloo.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_rloo.envs.transforms.tools import BrowserTransform, ToolTransform
@@ -27,8 +25,6 @@ __all__ = [
     "NormalizeRewards",
     "RepositoryTransform",
     "RewardTransform",
-    "ScoreNames",
-    "ShapingTransform",
     "ToolTransform",
     "TurnRewardTransform",
     "UserSimulator",
