@@ -383,16 +383,22 @@ def resolve_agent(agent: Agent | str | Sequence[str]) -> Agent:
     return agent
 
 
-def read_role_rewards(rewards: Any, roles: Collection[str]) -> dict[str, float]:
-    """Return the rewards of roles in an agent's result."""
+def read_rewards(rewards: Any, what: str) -> dict[str, float]:
+    """Return rewards by name, from a mapping to finite numbers; ``what`` says where an agent's result has them."""
     rewards = {} if rewards is None else rewards
     if not (isinstance(rewards, Mapping) and all(isinstance(v, int | float) for v in rewards.values())):
-        raise TypeError(f"rewards={rewards!r:.200} must map roles to numbers")
-    if unknown := [name for name in rewards if name not in roles]:
-        raise ValueError(f"rewards has {unknown}, but the trained roles are {list(roles)}; use these")
+        raise TypeError(f"{what}={rewards!r:.200} must map names to numbers")
     if not all(map(math.isfinite, rewards.values())):
-        raise ValueError(f"rewards={rewards!r:.200} must be finite")
-    return {name: float(value) for name, value in rewards.items()}
+        raise ValueError(f"{what}={rewards!r:.200} must be finite")
+    return {str(name): float(value) for name, value in rewards.items()}
+
+
+def read_role_rewards(rewards: Any, roles: Collection[str]) -> dict[str, float]:
+    """Return the rewards of roles in an agent's result."""
+    found = read_rewards(rewards, "rewards")
+    if unknown := [name for name in found if name not in roles]:
+        raise ValueError(f"rewards has {unknown}, but the trained roles are {list(roles)}; use these")
+    return found
 
 
 def read_result(result: Any, more: Collection[str] = ()) -> tuple[float, dict[str, Any]]:
@@ -411,9 +417,4 @@ def read_result(result: Any, more: Collection[str] = ()) -> tuple[float, dict[st
 
 def read_call_rewards(result: Any) -> dict[str, float]:
     """Return the rewards of single calls in an agent's result, by the ids of their responses."""
-    rewards = (result.get("call_rewards") if isinstance(result, Mapping) else None) or {}
-    if not (isinstance(rewards, Mapping) and all(isinstance(v, int | float) for v in rewards.values())):
-        raise TypeError(f"call_rewards={rewards!r:.200} must map ids of responses to numbers")
-    if not all(map(math.isfinite, rewards.values())):
-        raise ValueError(f"call_rewards={rewards!r:.200} must be finite")
-    return {str(name): float(value) for name, value in rewards.items()}
+    return read_rewards(result.get("call_rewards") if isinstance(result, Mapping) else None, "call_rewards")

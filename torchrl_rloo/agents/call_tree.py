@@ -32,23 +32,23 @@ MessageKey = tuple[Any, ...]
 class Sampled(NamedTuple):
     """Tokens that a call sampled, or those of a whole sample."""
 
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    log_probs: torch.Tensor
-    versions: torch.Tensor | None = None
-    support: Support | None = None
+    tokens: torch.Tensor  # [n] int64
+    mask: torch.Tensor  # [n] bool, True on action tokens
+    log_probs: torch.Tensor  # [n] float32, 0 on other tokens
+    versions: torch.Tensor | None = None  # [a] int64, policy version of each action token
+    support: Support | None = None  # ids that the sampler's truncation kept for each action token
 
 
 @dataclass(eq=False)
 class Prompt:
     """Prompt of a call."""
 
-    conversation: Messages
-    keys: tuple[MessageKey, ...]
-    arguments: Mapping[str, Any]
-    parent: Call | None
-    new: list[int]
-    repeats: int = 0
+    conversation: Messages  # with the policy's own text in the policy's turns
+    keys: tuple[MessageKey, ...]  # of the messages as the agent sent them
+    arguments: Mapping[str, Any]  # of the chat template
+    parent: Call | None  # that it continues; None if it begins a sample
+    new: list[int]  # ids after the parent's, or all ids
+    repeats: int = 0  # earlier calls with the same prompt
 
     @property
     def path(self) -> list[Call]:
@@ -70,12 +70,12 @@ class Call:
 
     prompt: Prompt
     sampled: Sampled
-    text: str
-    reply: Mapping[str, Any]
-    truncated: bool
-    deliveries: int = 0
-    continued: bool = False
-    names: set[str] = field(default_factory=set)
+    text: str  # everything that the policy wrote
+    reply: Mapping[str, Any]  # message that the agent received
+    truncated: bool  # whether a limit ended it
+    deliveries: int = 0  # connections over which the agent received the reply
+    continued: bool = False  # whether the agent sent the reply back, so that it must have received it
+    names: set[str] = field(default_factory=set)  # ids of the responses with this reply, without their prefix
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.sampled.tokens)

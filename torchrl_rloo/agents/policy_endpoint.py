@@ -1,10 +1,9 @@
-"""PolicyEndpoint: a policy behind an endpoint, for loops that run agents themselves; RolePlay: several roles at it."""
+"""PolicyEndpoint: a policy behind an endpoint, for loops that run agents themselves."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -14,7 +13,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from torchrl_rloo.agents.agents import AgentContext
 from torchrl_rloo.agents.server import EndpointServer
-from torchrl_rloo.agents.session import AgentSession, derive_seed
+from torchrl_rloo.agents.session import AgentSession
 from torchrl_rloo.collectors.conversation import finish_row
 from torchrl_rloo.collectors.turn_source import Policy, make_turn_source
 from torchrl_rloo.data import keys
@@ -34,7 +33,11 @@ class OpenConversation:
     def finish(
         self, reward: float = 0.0, reason: str | None = None, *, call_rewards: Mapping[str, float] | None = None
     ) -> TensorDictBase:
-        """End the conversation; its key is refused from now on."""
+        """End the conversation, whose key is refused from now on, and return its finished row.
+
+        A ``reason`` of None is the limit that refused a call, that of the last reply, or ``"failed"`` without a reply.
+        ``call_rewards`` are further rewards by the ids of their responses. A policy that failed is a RuntimeError.
+        """
         self._endpoint.server.remove(self.context.api_key)
         return self._endpoint.loop.run(self._finish(reward, reason, call_rewards))
 
@@ -98,7 +101,7 @@ class PolicyEndpoint:
         self.counts: Counter[str] = Counter()
         self._source = make_turn_source(policy, version, lambda: float("inf"), eager=True)
         self._opened = 0
-        self.loop, self.server = EventLoop("policy-endpoint"), EndpointServer(counts=self.counts)
+        self.loop, self.server = EventLoop("policy-endpoint"), EndpointServer(self.counts)
         try:
             self.server.start()
         except BaseException:
@@ -106,7 +109,7 @@ class PolicyEndpoint:
             raise
 
     def open(self, query: Messages, *, seed: int | None = None, **columns: Any) -> OpenConversation:
-        """Open a conversation."""
+        """Open a conversation; ``query`` begins its first call, and ``columns`` are further entries of its row."""
         self._opened += 1
         seed = int(torch.randint(2**62, ())) if seed is None else seed
         entries = {k: v if isinstance(v, torch.Tensor) else NonTensorData(v) for k, v in columns.items()}
@@ -135,82 +138,3 @@ class PolicyEndpoint:
     ) -> None:
         """Stop the endpoint."""
         self.close()
-
-
-class RoleConversation:
-    """Conversation of a :class:`RolePlay`."""
-
-    def __init__(self, conversations: Mapping[str, OpenConversation], frozen: Collection[str]):
-        self._conversations, self._frozen = dict(conversations), frozenset(frozen)
-        self.contexts: dict[str, AgentContext] = {role: c.context for role, c in conversations.items()}
-
-    def finish(self, rewards: Mapping[str, float]) -> dict[str, TensorDictBase]:
-        """End the conversation of all roles; their keys are refused from now on."""
-        trained = self._conversations.keys() - self._frozen
-        if rewards.keys() != trained:
-            raise ValueError(f"rewards={dict(rewards)} must have exactly the trained roles {sorted(trained)}")
-        if any(math.isinf(reward) for reward in rewards.values()):
-            raise ValueError(f"rewards={dict(rewards)} must be finite, or NaN to abstain")
-        rows, errors = {}, []
-        for role, conversation in self._conversations.items():
-            called = bool(conversation.session.tree.leaves())
-            try:  # End all roles, also if one of them failed
-                row = conversation.finish(float(rewards.get(role, 0.0)) if called else math.nan)
-            except RuntimeError as error:
-                errors.append(error)
-                continue
-            if role not in self._frozen:
-                rows[role] = row
-        if errors:
-            raise errors[0]
-        return rows
-
-
-class RolePlay:
-    """Conversations of several roles, such as two players, or a proposer and a solver, over policy endpoints.
-
-    Each role has its own key, and its calls join into its own row. The row has the ordinary schema and ``"role"``, the
-    role's name. Its ``"group_id"`` is ``group_id * n_roles + i`` for the role of index ``i``. The baseline of
-    :class:`~torchrl_rloo.replay.MCAdvantage` is therefore within a group and a role. It needs ``num_generations``. All
-    rows of a buffer must come from conversations of the same roles.
-
-    Args:
-        endpoints: endpoint of each role. Roles of one policy share an endpoint; a role with weights or an adapter of
-            its own has another.
-        frozen: roles whose rows are not returned, such as a fixed opponent or a judge.
-
-    Raises:
-        ValueError: if there is no role to train, or ``frozen`` has an unknown role.
-
-    Example::
-
-        play = RolePlay({"white": endpoint, "black": endpoint})
-        for _ in range(4):
-            conversation = play.open({"white": rules, "black": rules}, group_id=0)
-            winner = my_game(conversation.contexts["white"], conversation.contexts["black"])
-            rows = conversation.finish({role: 1.0 if role == winner else -1.0 for role in play.endpoints})
-    """
-
-    def __init__(self, endpoints: Mapping[str, PolicyEndpoint], *, frozen: Collection[str] = ()):
-        self.endpoints, self.frozen = dict(endpoints), frozenset([frozen] if isinstance(frozen, str) else frozen)
-        if unknown := self.frozen - self.endpoints.keys():
-            raise ValueError(f"frozen={sorted(unknown)} must be among the roles {list(self.endpoints)}")
-        if self.frozen == self.endpoints.keys():
-            raise ValueError(f"frozen={sorted(self.frozen)} leaves no role of {list(self.endpoints)} to train")
-
-    def open(self, queries: Mapping[str, Messages], *, group_id: int, seed: int | None = None) -> RoleConversation:
-        """Open a conversation."""
-        if queries.keys() != self.endpoints.keys():
-            raise ValueError(f"queries={sorted(queries)} must have exactly the roles {sorted(self.endpoints)}")
-        seed = int(torch.randint(2**62, ())) if seed is None else seed
-        conversations: dict[str, OpenConversation] = {}
-        for i, (role, endpoint) in enumerate(self.endpoints.items()):
-            columns = {keys.ROLE: role, keys.ROLE_ID: torch.tensor(i)}
-            columns |= {keys.GROUP_ID: torch.tensor(group_id * len(self.endpoints) + i)}
-            try:
-                conversations[role] = endpoint.open(queries[role], seed=derive_seed(seed, role), **columns)
-            except Exception:  # Withdraw the keys of the roles before it
-                for opened in conversations.values():
-                    opened.finish()
-                raise
-        return RoleConversation(conversations, self.frozen)

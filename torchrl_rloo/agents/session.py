@@ -1,4 +1,4 @@
-"""AgentSession: the policy's side of one agent, which asks for replies until it has ended."""
+"""AgentSession: the policy's side of one agent, until it has ended; RoleSessions: of the roles of a conversation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrl_rloo.agents.call_tree import (
 )
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import copy_row, drop_entries, make_non_tensor
-from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.segments import Role, stash_segment
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, decode_response
 from torchrl_rloo.envs.chat import CONVERSATION_KEYS, ChatEnv, make_stepped_row
@@ -42,15 +42,14 @@ class Ask(NamedTuple):
     messages: Messages
     tools: Sequence[Mapping[str, Any]] | None = None
     max_tokens: int | None = None
-    parse: bool = True
 
 
 class Reply(NamedTuple):
     """Reply to a call."""
 
-    call: Call
-    message: dict[str, Any]
-    finish: str
+    call: Call  # raise its deliveries once the agent is to receive it
+    message: dict[str, Any]  # with "content", and if there are any "reasoning_content" and "tool_calls"
+    finish: str  # "stop", "length" or "tool_calls"
     prompt_tokens: int
 
 
@@ -73,6 +72,7 @@ class AgentSession:
         *,
         parser: Parser | None = None,
         max_parallel: int = 16,
+        broken: asyncio.Event | None = None,
     ):
         if env.input_mode != "tokens":
             raise ValueError(f"input_mode={env.input_mode!r} cannot be combined with agents; use 'tokens'")
@@ -81,13 +81,13 @@ class AgentSession:
         self.loop = asyncio.get_running_loop()
         self.tree = CallTree(env.tokenizer, end_ids=env.end_ids, on_rewrite=env.on_rewrite)
         self.counts: Counter[str] = Counter()
-        self.limit: str | None = None
-        self.error: Exception | None = None
-        self.broken = asyncio.Event()
+        self.limit: str | None = None  # stop reason of the first limit that refused a call
+        self.error: Exception | None = None  # first error of the policy
+        self.broken = broken or asyncio.Event()  # set with ``error``
         self._tasks: set[asyncio.Task] = set()
         self._ended = False
         self._first_prompt = tuple(map(message_key, row[keys.QUERY])) if isinstance(row[keys.QUERY], list) else ()
-        self._begun, self.version = 0, None
+        self._begun, self.version = 0, None  # the oldest policy version that sampled a call
 
     # Calls
 
@@ -178,7 +178,7 @@ class AgentSession:
         row.set(keys.COMPLETION, make_non_tensor([]))
         if self.version is not None:
             row.set(keys.POLICY_VERSION, self.version)
-        self.env._set_context(row, context.tokens, context.mask, context.log_probs)
+        self.env.set_context(row, context.tokens, context.mask, context.log_probs)
         write_sample(row, context)
         if ask.max_tokens is not None:
             own = row.get(keys.MAX_NEW_TOKENS, None)
@@ -199,7 +199,7 @@ class AgentSession:
         text = decode_response(self.env.tokenizer, sampled.tokens.tolist())
         truncated = bool(row[keys.RESPONSE_TRUNCATED].any())
         number = len(self.tree.calls)
-        calls = self._parse(sampled, number) if ask.parse and ask.tools else []
+        calls = self._parse(sampled, number) if ask.tools else []
         message = client_message(text, calls)
         finish = "tool_calls" if calls else "length" if truncated else "stop"
         self.counts["agent/calls"] += 1
@@ -293,7 +293,7 @@ class AgentSession:
         for i, sample in enumerate(samples or [_unsampled(row)]):
             if i:
                 stash_segment(after)
-            self.env._set_context(after, sample.tokens, sample.mask, sample.log_probs)
+            self.env.set_context(after, sample.tokens, sample.mask, sample.log_probs)
             write_sample(after, sample)
         end_row(after, reason)
         return row.set("next", after)
@@ -304,6 +304,111 @@ class AgentSession:
         if named[:size] != self._first_prompt:
             size = next((i for i, key in enumerate(named) if key[0] == "assistant"), len(named))
         return messages[size:]
+
+
+class RoleSessions:
+    """Sessions of the roles of one conversation, to be used like one :class:`AgentSession`.
+
+    Limits hold for each role. The row has the samples of all roles that are trained, and ``ROLE_RECORD`` tells whose
+    they are; :func:`~torchrl_rloo.data.segments.split_roles` makes one row of each role of it.
+    """
+
+    def __init__(self, env: ChatEnv, row: TensorDictBase, sample: Sample, *, roles: Sequence[Role], **settings: Any):
+        self.roles, self.broken = roles, asyncio.Event()
+        self.by_role: dict[str, AgentSession] = {}
+        for i, role in enumerate(roles):
+            own = copy_row(row)
+            own.set(keys.ROLE_ID, torch.tensor(i))
+            if (seed := row.get(keys.SEED, None)) is not None:
+                own.set(keys.SEED, torch.tensor(derive_seed(int(seed), role.name)))
+            self.by_role[role.name] = AgentSession(env, own, sample, broken=self.broken, **settings)
+        self._row = row
+
+    @property
+    def _trained(self) -> dict[str, AgentSession]:
+        return {role.name: self.by_role[role.name] for role in self.roles if not role.frozen}
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Counters of all roles."""
+        return sum((session.counts for session in self.by_role.values()), Counter())
+
+    @property
+    def error(self) -> Exception | None:
+        """First error of the policy, by the order of roles."""
+        return next((s.error for s in self.by_role.values() if s.error is not None), None)
+
+    @property
+    def limit(self) -> str | None:
+        """Stop reason of the first limit that refused a call, by the order of roles."""
+        return next((s.limit for s in self.by_role.values() if s.limit is not None), None)
+
+    @property
+    def called(self) -> bool:
+        """True if a role that is trained received a reply."""
+        return any(session.called for session in self._trained.values())
+
+    def end(self) -> None:
+        """Cancel the calls in flight, and refuse others."""
+        for session in self.by_role.values():
+            session.end()
+
+    def last_stop_reason(self) -> str:
+        """Return ``"ended"``, or the stop reason of the first role whose last reply was cut."""
+        reasons = [session.last_stop_reason() for session in self._trained.values() if session.called]
+        return next((reason for reason in reasons if reason != "ended"), "ended")
+
+    def transcript(self) -> list[dict[str, Any]]:
+        """Return the calls of one role after the other, each as of :class:`AgentSession`, with its ``"role"``."""
+        return [{"role": role, **call} for role, session in self.by_role.items() for call in session.transcript()]
+
+    def finish(
+        self,
+        reason: str,
+        reward: float = 0.0,
+        call_rewards: Mapping[str, float] | None = None,
+        role_rewards: Mapping[str, float] | None = None,
+    ) -> TensorDictBase:
+        """Return the conversation's row with its outcome in ``"next"``."""
+        trained = self._trained
+        calls = [call for session in trained.values() for call in session.tree.calls]
+        rewarded = {id(call): 0.0 for call in calls}
+        for call, value in rewarded_calls(calls, call_rewards or {}):
+            rewarded[id(call)] += value
+        samples, record = [], []
+        for role in self.roles:
+            session = self.by_role[role.name]
+            session.count_tree()
+            if role.frozen:
+                continue
+            samples += session.tree.samples()
+            own = reason if reason in ("failed", "time") else session.limit
+            credited: set[int] = set()
+            for leaf in session.tree.leaves():
+                path = [id(call) for call in (*leaf.prompt.path, leaf)]
+                new = [call for call in path if call not in credited]
+                credited.update(path)
+                # A sample earns what its calls did, also those that it shares; the row of a role counts each call once
+                earning = path if role.compare == "conversation" else new
+                record.append(
+                    {
+                        "role": role.name,
+                        "reward": sum(rewarded[call] for call in earning),
+                        "turns": len(new),
+                        "completion": session.completion(leaf),
+                        "reason": own or session.last_stop_reason(),
+                    }
+                )
+        n_calls = sum(len(session.tree.calls) for session in self.by_role.values())
+        row = next(iter(trained.values())).make_row(samples, reason, reward, n_calls)
+        row["next"].set(keys.COMPLETION, make_non_tensor(record[-1]["completion"] if record else []))
+        row["next"].set(keys.ROLE_RECORD[1], make_non_tensor({"samples": record, "rewards": dict(role_rewards or {})}))
+        versions = [s.version for s in trained.values() if s.version is not None]
+        if versions:
+            row.set(keys.POLICY_VERSION, min(versions))
+        if (seed := self._row.get(keys.SEED, None)) is not None:
+            row.set(keys.SEED, seed)
+        return row
 
 
 def _ended_error() -> RefusedCallError:

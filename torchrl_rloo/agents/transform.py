@@ -22,9 +22,8 @@ from torchrl_rloo.agents.agents import (
     read_role_rewards,
     resolve_agent,
 )
-from torchrl_rloo.agents.roles import RoleSessions
 from torchrl_rloo.agents.server import EndpointServer
-from torchrl_rloo.agents.session import AgentSession, Sample
+from torchrl_rloo.agents.session import AgentSession, RoleSessions, Sample
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.segments import Role, make_roles
 from torchrl_rloo.envs.chat import dataset_columns
@@ -120,7 +119,7 @@ class AgentTransform(TurnTransform):
         """Return the endpoint of this process, started."""
         with _STARTING:
             if self._server is None or self._owner != os.getpid():
-                self._server, self._owner = EndpointServer(counts=self.counts).start(), os.getpid()
+                self._server, self._owner = EndpointServer(self.counts).start(), os.getpid()
             return self._server
 
     async def play(self, row: TensorDictBase, sample: Sample) -> TensorDictBase:

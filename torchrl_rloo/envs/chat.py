@@ -309,9 +309,9 @@ class ChatEnv(SignedEnv, EnvBase):
         if self.max_seconds is not None:
             opened[keys.STARTED] = torch.tensor(time.monotonic(), dtype=torch.float64)
         set_entries(row, opened)
-        return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
+        return self.set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
 
-    def _set_context(
+    def set_context(
         self, row: TensorDictBase, tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
     ) -> TensorDictBase:
         """Set what the policy sees at its turn, in place, and limit the turn to the tokens that the row may still add.
@@ -357,7 +357,7 @@ class ChatEnv(SignedEnv, EnvBase):
         turn = full[len(row[keys.PROMPT_TOKENS]) :]
         stepped = make_stepped_row(row, decode_response(self.tokenizer, turn.tolist()))
         end_row(stepped, self._turn_stop_reason(row, len(full), len(turn)))
-        return self._set_context(stepped, full, mask, log_probs)
+        return self.set_context(stepped, full, mask, log_probs)
 
     def continue_row(self, row: TensorDictBase, feedback: Messages) -> bool:
         """Append feedback to a row that was just stepped, in place, and open the policy's next turn."""
@@ -393,7 +393,7 @@ class ChatEnv(SignedEnv, EnvBase):
         record_tools(row)
         end_row(row, "running")
         new = torch.tensor(ids, dtype=torch.long)
-        self._set_context(
+        self.set_context(
             row,
             torch.cat([tokens, new]),
             torch.cat([mask, torch.zeros(len(new), dtype=torch.bool)]),
