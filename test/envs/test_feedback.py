@@ -162,15 +162,6 @@ def test_feedback_on_plain_text_prompts_is_refused(one_token: TransformersWrappe
         env.step(one_token(env.reset()))
 
 
-def test_counts_survive_a_restart(make_env: Callable, one_token: TransformersWrapper, tmp_path) -> None:
-    env = make_env(always, max_turns=1)
-    env.step(one_token(env.reset()))
-    torch.save(env.state_dict(), tmp_path / "state.pt")
-    resumed = make_env(always, max_turns=1)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert feedback_of(resumed).counts == {"feedback/turn_limit": 4}
-
-
 def test_where_it_belongs(make_env: Callable) -> None:
     with pytest.raises(ValueError, match="max_turns=0"):
         FeedbackTransform(always, max_turns=0)
