@@ -535,7 +535,6 @@ def test_ids_of_calls(world: Callable) -> None:
 def test_calls_within_thinking_are_none(world: Callable) -> None:
     turn = f"<think>{called('echo', text='a')}</think>{called('echo', text='b')}<think>{called('echo', text='c')}"
     assert world([[turn, ANSWER]], echo).results() == ["b"]
-    assert world([[turn, ANSWER]], echo, ignore_thinking=False).results() == ["a", "b", "c"]
 
 
 def test_special_tokens_of_a_call_are_read(world: Callable) -> None:

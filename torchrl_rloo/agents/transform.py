@@ -260,10 +260,7 @@ def agent_env(
         dataset: rows that the agent receives.
         prompts_per_batch: rows per reset.
         num_generations: conversations per row.
-        parser: see :class:`AgentTransform`.
-        max_parallel: see :class:`AgentTransform`.
-        score: see :class:`AgentTransform`.
-        roles: see :class:`AgentTransform`.
+        parser, max_parallel, score, roles: see :class:`AgentTransform`.
         max_turns: maximum number of calls of an agent, or of each role; None disables it.
         max_seconds: time limit of an agent, in seconds; None disables it.
         transforms: transforms of the rows' columns at a reset.

@@ -510,7 +510,12 @@ def make_stepped_row(row: TensorDictBase, reply: str) -> TensorDict:
 def dataset_columns(row: TensorDictBase) -> dict[str, Any]:
     """Return the dataset's columns of a row, its query included, with lists in place of tensors."""
     names = [name for name in row.keys() if name == keys.QUERY or name not in keys.RESERVED]
-    return {name: v.tolist() if isinstance(v := row[name], torch.Tensor) else v for name in names}
+    return {name: plain_value(row[name]) for name in names}
+
+
+def plain_value(value: Any) -> Any:
+    """Convert a column's entry back to plain Python values."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def record_tools(row: TensorDictBase) -> None:

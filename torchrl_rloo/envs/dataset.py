@@ -67,10 +67,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
             :class:`RewardTransform`. None leaves them to other transforms, or to what follows the collector.
         transforms: transforms between the primer and the rewards, in order, such as tools, feedback and limits.
         after_rewards: transforms after the rewards, in order: score shaping, then a :class:`KLRewardTransform`.
-        shuffle: see :class:`DataLoadingPrimer`.
-        seed: see :class:`DataLoadingPrimer`.
-        epochs: see :class:`DataLoadingPrimer`.
-        sampler: see :class:`DataLoadingPrimer`.
+        shuffle, seed, epochs, sampler: see :class:`DataLoadingPrimer`.
         make_primer: function that makes the primer from the dataset and the arguments above, such as a partial
             :class:`~torchrl_rloo.ray.RayDataLoadingPrimer`.
         **chat: further arguments of :class:`ChatEnv`, such as ``input_mode``, limits and ``template_kwargs``.

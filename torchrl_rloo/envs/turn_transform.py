@@ -36,10 +36,27 @@ class EnvTransform(Transform):
         return self.forward(tensordict) if self.parent is None else super().inv(tensordict)
 
 
+class CountingTransform(EnvTransform):
+    """Base of transforms with counters of events, which are their state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the counters, for ``state_dict``."""
+        return dict(self.counts)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore the counters, in place."""
+        self.counts.clear()
+        self.counts.update(state)
+
+
 _LOGGER = logging.getLogger(__name__)
 
 
-class TurnTransform(EnvTransform):
+class TurnTransform(CountingTransform):
     """Transform of a :class:`~torchrl_rloo.envs.ChatEnv` that handles each conversation independently of the others.
 
     A subclass implements :meth:`step_row`. In ``env.step`` it runs on all rows concurrently. In an
@@ -69,10 +86,6 @@ class TurnTransform(EnvTransform):
         super().__init_subclass__(**kwargs)
         if TurnTransform in cls.__bases__ and "part" not in vars(cls):
             cls.part = snake_case(cls.__name__.removesuffix("Transform"))
-
-    def __init__(self):
-        super().__init__()
-        self.counts: Counter[str] = Counter()
 
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Process a turn that the policy just took, in place.
@@ -136,12 +149,3 @@ class TurnTransform(EnvTransform):
         if not isinstance(env, ChatEnv):
             raise TypeError(f"{type(self).__name__} requires a ChatEnv as base environment, got {type(env).__name__}")
         return env
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the counters, for ``state_dict``."""
-        return dict(self.counts)
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the counters, in place."""
-        self.counts.clear()
-        self.counts.update(state)

@@ -25,9 +25,6 @@ def titles(search: SearchTool, query: str) -> list[str]:
     return [hit.document.title for hit in search.search(query)]
 
 
-TEXT = st.lists(st.sampled_from(["ant", "bee", "cat", "dog", "eel"]), min_size=1, max_size=8)
-
-
 def test_the_best_come_first_with_title_score_and_text() -> None:
     search = SearchTool(ANIMALS, k=2)
     assert titles(search, "flowers dance sleep hands") == ["Bees", "Otters"]

@@ -195,7 +195,7 @@ class MLGymWrapper(EnvSession):
     observation may be missing, ``step`` may lack ``truncated``, and the reward is 0.
 
     - The policy's command is the last block between triple backticks in its turn. A turn without one gets
-      ``format_message`` and ``format_reward``, and does not step the environment.
+      a message and ``format_reward``, and does not step the environment.
     - The reward of an evaluation is the change of its score since the last one, or since the baseline's. So the return
       is the last score minus the baseline's, and repeated evaluations earn nothing.
 
@@ -209,7 +209,6 @@ class MLGymWrapper(EnvSession):
             appended to each observation. None appends nothing.
         scores: function from an observation to ``(evaluation, baseline)`` or None; see :func:`read_scores`.
         lower_is_better: whether a smaller score is better.
-        format_message: feedback to a turn without a command.
         format_reward: reward of a turn without a command.
 
     Example::
@@ -229,13 +228,12 @@ class MLGymWrapper(EnvSession):
         state: Callable[[Any], str] | None = None,
         scores: Callable[[str], Scores | None] = read_scores,
         lower_is_better: bool = False,
-        format_message: str = FORMAT,
         format_reward: float = 0.0,
     ):
         super().__init__(env)
         self.task, self.state, self.scores = task, state, scores
         self.sign = -1.0 if lower_is_better else 1.0
-        self.format_message, self.format_reward = format_message, format_reward
+        self.format_reward = format_reward
         self._last: float | None = None
 
     async def reset(self, row: dict[str, Any]) -> Messages | None:
@@ -249,7 +247,7 @@ class MLGymWrapper(EnvSession):
         """Run the turn's command; see :meth:`TextSession.step`."""
         blocks = _BLOCK.findall(text)
         if not blocks:
-            return Outcome(feedback=self.format_message, reward=self.format_reward)
+            return Outcome(feedback=FORMAT, reward=self.format_reward)
         observation, reward, *ended, info = await self._take(blocks[-1].strip())
         outcome = await self._outcome(observation, reward, *ended, info)
         if (found := self.scores(observation or "")) is None:

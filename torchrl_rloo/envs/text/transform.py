@@ -297,8 +297,7 @@ def text_env(
         num_generations: conversations per game.
         dataset: rows whose columns are passed to the environment's ``reset``; None uses rows of seeds.
         num_seeds: number of distinct games. None is 10,000; cannot be combined with ``dataset``.
-        system_prompt: see :class:`TextEnvTransform`.
-        timeout: see :class:`TextEnvTransform`.
+        system_prompt, timeout: see :class:`TextEnvTransform`.
         style: name in :data:`~torchrl_rloo.envs.text.adapters.STYLES`; None detects the style.
         action: function from the policy's text to what ``step`` takes, such as an OpenEnv action; None passes the text.
         observe: function from an observation to text or messages; None uses the observation itself.

@@ -1,7 +1,7 @@
 """Transforms that turn a ChatEnv into a task: data, feedback, tools, rewards, KL."""
 
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
-from torchrl_rloo.envs.transforms.feedback import FeedbackTransform, UserSimulator
+from torchrl_rloo.envs.transforms.feedback import AddThinkingPrompt, FeedbackTransform, UserSimulator
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
 from torchrl_rloo.envs.transforms.repository import RepositoryTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform, TurnRewardTransform
@@ -10,7 +10,6 @@ from torchrl_rloo.envs.transforms.shaping import (
     ClipRewards,
     NormalizeRewards,
 )
-from torchrl_rloo.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_rloo.envs.transforms.tools import BrowserTransform, ToolTransform
 
 __all__ = [

@@ -163,12 +163,8 @@ def add_reference_kl(
     Args:
         rows: rows of batch size ``[B]``, written in place: ``("next", "reward")`` and
             ``("next", "ref_log_probs", "full")``. A row whose reward is NaN gets its own log-probs.
-        ref: see :class:`KLRewardTransform`.
-        kl_to_ref_coeff: see :class:`KLRewardTransform`.
-        estimator: see :class:`KLRewardTransform`.
-        mask_truncated_completions: see :class:`KLRewardTransform`.
-        micro_batch_size: see :class:`KLRewardTransform`.
-        max_tokens: see :class:`KLRewardTransform`.
+        ref, kl_to_ref_coeff, estimator, mask_truncated_completions: see :class:`KLRewardTransform`.
+        micro_batch_size, max_tokens: see :class:`KLRewardTransform`.
         ranks: ranks that score together. None scores alone.
         split: True if each rank passes the same rows, False if each passes its own.
 

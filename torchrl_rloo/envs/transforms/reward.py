@@ -19,7 +19,8 @@ from torchrl_rloo.data.rows import non_tensor_value, set_entries
 from torchrl_rloo.data.segments import action_ids, refuse_segments
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
-from torchrl_rloo.envs.turn_transform import EnvTransform
+from torchrl_rloo.envs.chat import plain_value
+from torchrl_rloo.envs.turn_transform import CountingTransform, EnvTransform
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.protocol import MAX_HISTORY, RewardBatch, RewardFunction, TrainerState
@@ -274,7 +275,7 @@ def make_reward_batch(
         completions=[non_tensor_value(row, keys.COMPLETION) for row in ended],
         completion_ids=[sampled.tolist() for sampled in ids],
         columns={
-            name: [_plain(non_tensor_value(row, name)) for row in rows]
+            name: [plain_value(non_tensor_value(row, name)) for row in rows]
             for name in rows[0].keys()
             if name not in keys.RESERVED
         },
@@ -283,15 +284,10 @@ def make_reward_batch(
     )
 
 
-def _plain(value: Any) -> Any:
-    """Convert a column's entry back to plain Python values."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
 _NAME = keys.TOKEN_REWARDS[1]
 
 
-class TurnRewardTransform(EnvTransform):
+class TurnRewardTransform(CountingTransform):
     """Transform that keeps the reward of every turn in ``("next", "token_rewards", "full")``, for credit per turn.
 
     The entry is float32 ``[T]``, with a turn's reward at its last action token. All action tokens of a conversation
@@ -385,15 +381,6 @@ class TurnRewardTransform(EnvTransform):
             if not int(row[keys.NUM_TURNS]):  # the other rows continue
                 self._set(row, torch.zeros(len(row[keys.PROMPT_TOKENS])))
         return tensordict_reset
-
-    def get_extra_state(self) -> dict[str, int]:
-        """Return the counters, for ``state_dict``."""
-        return dict(self.counts)
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restore the counters, in place."""
-        self.counts.clear()
-        self.counts.update(state)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the rewards of the turns so far."""
