@@ -26,16 +26,6 @@ def always(conversation, row) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def bpe(make_tokenizer: Callable):
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def random_model(make_model: Callable, bpe):
-    return make_model(bpe)
-
-
-@pytest.fixture(scope="module")
 def make_env(bpe, prompts) -> Callable[..., DatasetChatEnv]:
     def make(respond, max_turns: int = 3, data=prompts, tokenizer=bpe, **kwargs) -> DatasetChatEnv:
         transforms = [FeedbackTransform(respond, max_turns=max_turns)]

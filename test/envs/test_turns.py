@@ -30,11 +30,6 @@ def forever(conversation, row) -> list[dict[str, str]]:
     return AGAIN
 
 
-@pytest.fixture(scope="module")
-def bpe(make_tokenizer: Callable):
-    return make_tokenizer()
-
-
 @pytest.fixture
 def play(bpe) -> Iterator[Callable]:
     """Return ``play(script, **generate_kwargs)``, which makes a policy that plays the script, and its engine."""

@@ -13,7 +13,7 @@ from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.envs import DatasetChatEnv
@@ -22,11 +22,6 @@ from torchrl_rloo.envs.transforms.feedback import UserSimulator
 from torchrl_rloo.modules import TransformersWrapper
 
 PROMPT = "You want {goal}. Say ###STOP### when you have it."
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 @pytest.fixture(scope="module")
