@@ -133,7 +133,7 @@ async def echo_later(text: str) -> str:
 class Session(Tool):
     """Counts the calls of a trajectory, and what is opened and closed."""
 
-    def __init__(self, *, parallel: bool = False):
+    def __init__(self):
         parameters = {"type": "object", "properties": {"do": {"type": "string"}}}
         super().__init__("session", "Counts.", parameters)
         self.opened, self.closed, self.lock = [], [], threading.Lock()
@@ -257,27 +257,33 @@ def test_calls_of_a_turn_run_together(world: Callable) -> None:
         assert made.results() == ["0", "1", "2"]
 
 
-def test_only_so_many_calls_run_together(world: Callable) -> None:
-    pair, lock, running, most = threading.Barrier(2), threading.Lock(), 0, 0
+@pytest.mark.parametrize(
+    ("limit", "conversations"), [({"max_parallel": 2}, 1), ({"max_concurrent": {"busy": 2}, "timeout": 0.25}, 3)]
+)
+def test_only_so_many_calls_run_together(limit: dict, conversations: int, world: Callable) -> None:
+    """The time in which a call waits for its place does not count."""
+    lock, running, most = threading.Lock(), 0, 0
 
     @tool
-    def meet(n: int) -> int:
-        """Waits for one other.
+    def busy(n: int) -> int:
+        """Works.
 
         Args:
-            n: who.
+            n: any number.
         """
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        pair.wait(PATIENCE)
+        time.sleep(0.1)
         with lock:
             running -= 1
         return n
 
-    made = world([["".join(called("meet", n=n) for n in range(6)), ANSWER]], meet, max_parallel=2)
-    assert made.results() == [str(n) for n in range(6)] and most == 2
+    made = world([["".join(called("busy", n=n) for n in range(6)), ANSWER]] * conversations, busy, **limit)
+    for messages in made.completions():
+        assert [m["content"] for m in messages if m["role"] == "tool"] == [str(n) for n in range(6)]
+    assert most == 2 and made.counts == {"tools/busy/calls": 6 * conversations}
 
 
 def test_calls_that_share_a_state_come_one_after_another(world: Callable) -> None:
@@ -398,36 +404,6 @@ def test_an_async_call_that_never_ends_is_cancelled(world: Callable) -> None:
     made = world([[called("forever"), ANSWER]], forever, timeout=0.2)
     assert made.results() == ["Error: forever took longer than 0.2 s"]
     assert ended.wait(PATIENCE)
-
-
-def test_an_async_call_that_blocks_its_loop_stops_no_other_conversation(world: Callable) -> None:
-    stop, blocking = threading.Event(), threading.Event()
-
-    @tool(timeout=0.5)
-    async def block() -> None:
-        """Blocks the loop that it runs on."""
-        blocking.set()
-        stop.wait(PATIENCE)
-
-    turns = [[called("block"), called("echo_later", text="a"), ANSWER], [called("echo", text="b"), ANSWER]]
-    made = world(turns, block, echo, echo_later)
-    stepper, rows = RowStepper(made.env), made.env.reset()
-
-    async def both() -> list[TensorDictBase]:
-        blocked = asyncio.ensure_future(made.play(stepper, rows[0]))
-        while not blocking.is_set():
-            await asyncio.sleep(0.001)
-        other = await made.play(stepper, rows[1])
-        assert not blocked.done()
-        return [await blocked, other]
-
-    try:
-        first, second = event_loop.run(both())
-    finally:
-        stop.set()
-    assert [m["content"] for m in second["next", keys.COMPLETION] if m["role"] == "tool"] == ["b"]
-    said = [m["content"] for m in first["next", keys.COMPLETION] if m["role"] == "tool"]
-    assert said == ["Error: block took longer than 0.5 s", "a"]  # later calls use another loop
 
 
 def test_what_is_left_of_the_conversations_time_limits_a_call(world: Callable) -> None:
@@ -756,40 +732,3 @@ def test_closing_the_environment_closes_what_is_open(world: Callable) -> None:
 def test_bad_settings_are_refused(kwargs: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ToolTransform(**{"tools": [echo], **kwargs})
-
-
-@pytest.mark.parametrize("collectors", [1, 2])
-def test_calls_of_one_tool_are_limited_over_all_conversations(collectors: int, tokenizer, world: Callable) -> None:
-    """The time in which a call waits for its place does not count."""
-    lock, running, most = threading.Lock(), [0], [0]
-
-    @tool
-    def busy(n: int) -> int:
-        """Works.
-
-        Args:
-            n: any number.
-        """
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        time.sleep(0.1)
-        with lock:
-            running[0] -= 1
-        return n
-
-    turns = [[called("busy", n=i) + called("busy", n=i), "Done."] for i in range(6)]
-    transform_world = world(turns, busy, max_concurrent={"busy": 2}, timeout=0.25)
-    loops = [event_loop.EventLoop(f"collector {i}") for i in range(collectors)]
-    stepper, rows = RowStepper(transform_world.env), transform_world.env.reset()
-    futures = [
-        asyncio.run_coroutine_threadsafe(transform_world.play(stepper, row), loops[i % collectors].loop)
-        for i, row in enumerate(rows.unbind(0))
-    ]
-    for future in futures:
-        future.result(PATIENCE)
-    for loop in loops:
-        loop.close()
-    assert most == [2]
-    assert transform_world.transform.counts["tools/busy/calls"] == 12
-    assert not transform_world.transform.counts["tools/busy/timed_out"]
