@@ -141,26 +141,33 @@ class Page(BrowserTransform):
         """Open the page if there is none, and return whether one was lost with its process."""
         if self.page is not None and self.context_of is browser:
             return False
-        lost = self.page is not None
+        lost, self.page = self.page is not None, None
         self.context_of = browser
         self.context = await browser.new_context(accept_downloads=False, service_workers="block")
         self.context.set_default_timeout(500 * self.timeout)  # an action that fails leaves time for another page
-        self.page = await self.context.new_page()
-        self.page.on("popup", lambda other: asyncio.ensure_future(other.close()))  # another window
+        await self._open_page()
         return lost
+
+    async def _open_page(self) -> None:
+        before, self.page = self.page, await self.context.new_page()
+        self.page.on("popup", lambda other: asyncio.ensure_future(other.close()))  # another window
+        if before is not None:
+            await before.close()
 
     async def _init_browser(self) -> None:
         """Do nothing: :meth:`prepare` has opened the page."""
 
     async def _navigate(self, url: str) -> dict[str, Any]:
+        # In a new page, which no earlier one interrupts that hangs or still arrives
+        if self._validate_url(url):
+            await self._open_page()
         done = await super()._navigate(url)
         if "Timeout" not in done.get("error", ""):
             return done
-        # TorchRL waits until the network is idle, which some pages never are; one that hangs is closed
+        # TorchRL waits until the network is idle, which some pages never are
         try:
             await asyncio.wait_for(self.page.title(), _ANSWER_S)
         except asyncio.TimeoutError:
-            await self.leave()
             return done
         return {"success": True, "result": {"url": self.page.url, "status": None}}
 
