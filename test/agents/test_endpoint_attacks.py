@@ -17,8 +17,8 @@ from aiohttp import ClientSession
 from support.waiting import wait_until
 from torchrl_rloo.agents import PolicyEndpoint
 from torchrl_rloo.agents.chat_format import FormatError
+from torchrl_rloo.agents.guard import Exchanges
 from torchrl_rloo.agents.policy_endpoint import OpenConversation
-from torchrl_rloo.agents.retries import Exchanges
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn

@@ -15,7 +15,8 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 from torchrl_rloo.data import encode_prompt, keys, load_prompts
 from torchrl_rloo.data.rows import make_tensorclass, ragged, stack_rows
 from torchrl_rloo.data.templates import to_history
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat, step_rows
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat
+from torchrl_rloo.envs.stepping import step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 
@@ -218,16 +219,6 @@ def test_every_row_has_its_own_prompt(
     assert [p.tolist() for p in ragged(out, keys.PROMPT_TOKENS)] == expected
 
 
-@pytest.mark.parametrize("input_mode", ["tokens", "text"])
-def test_text_prompts(input_mode: str, bpe, make_policy: Callable, query_rows: Callable) -> None:
-    env = ChatEnv(bpe, batch_size=2, input_mode=input_mode)
-    out = env.step(make_policy(input_mode)(env.reset(query_rows("abc cab", "a"))))
-    for row in out.unbind(0):
-        said = bpe.decode(row[keys.RESPONSE_TOKENS], skip_special_tokens=True)
-        assert row["next", keys.COMPLETION] == said
-        assert row["next", keys.PROMPT_TOKENS].tolist() == row[keys.TOKENS].tolist()
-
-
 def test_what_cannot_be_a_prompt_is_refused(bpe, query_rows: Callable, user: Callable) -> None:
     env = ChatEnv(bpe, batch_size=1)
     with pytest.raises(KeyError, match="query"):
@@ -378,17 +369,6 @@ def test_rows_may_be_stepped_in_any_subsets(bpe, prompts, make_policy: Callable)
                 assert bool(row["done"]) and row[keys.COMPLETION] == expected[i][keys.COMPLETION]
                 if env is whole:
                     assert torch.equal(row["reward"], expected[i]["reward"])
-
-
-@pytest.mark.parametrize("input_mode", MODES)
-def test_torchrls_rollout(input_mode: str, bpe, prompts, make_policy: Callable) -> None:
-    env = DatasetChatEnv(prompts, bpe, prompts_per_batch=4, input_mode=input_mode, rewards=length_reward, shuffle=False)
-    out = env.rollout(5, make_policy(input_mode), return_contiguous=False)
-    assert out.batch_size == (4, 1)
-    for i, row in enumerate(out[:, 0].unbind(0)):
-        assert row["next", "done"].all() and row["answer"] == prompts[i]["answer"]
-        assert row["next", keys.PROMPT_TOKENS].tolist() == row[keys.TOKENS].tolist()
-        assert float(row[keys.REWARD]) == len(row["next", keys.COMPLETION][0]["content"])
 
 
 def test_torchrls_rollout_goes_on_with_new_prompts(bpe, prompts, make_policy: Callable) -> None:

@@ -26,16 +26,6 @@ def always(conversation, row) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def bpe(make_tokenizer: Callable):
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def random_model(make_model: Callable, bpe):
-    return make_model(bpe)
-
-
-@pytest.fixture(scope="module")
 def make_env(bpe, prompts) -> Callable[..., DatasetChatEnv]:
     def make(respond, max_turns: int = 3, data=prompts, tokenizer=bpe, **kwargs) -> DatasetChatEnv:
         transforms = [FeedbackTransform(respond, max_turns=max_turns)]
@@ -160,15 +150,6 @@ def test_feedback_on_plain_text_prompts_is_refused(one_token: TransformersWrappe
     env = make_env(lambda c, row: [{"role": "user", "content": c[-1]["content"]}], data=data)
     with pytest.raises(ValueError, match="chat messages"):
         env.step(one_token(env.reset()))
-
-
-def test_counts_survive_a_restart(make_env: Callable, one_token: TransformersWrapper, tmp_path) -> None:
-    env = make_env(always, max_turns=1)
-    env.step(one_token(env.reset()))
-    torch.save(env.state_dict(), tmp_path / "state.pt")
-    resumed = make_env(always, max_turns=1)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert feedback_of(resumed).counts == {"feedback/turn_limit": 4}
 
 
 def test_where_it_belongs(make_env: Callable) -> None:

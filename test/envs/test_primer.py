@@ -53,13 +53,6 @@ def test_a_draw_is_copied_under_one_fresh_group_id(make_env: Callable) -> None:
             assert len({row[keys.QUERY][0]["content"] for row in group.unbind(0)}) == 1
 
 
-def test_one_prompt_drawn_twice_is_two_groups(make_env: Callable) -> None:
-    env = make_env(n=1, prompts_per_batch=3, num_generations=2)
-    rows = env.reset()
-    assert rows[keys.GROUP_ID].tolist() == [0, 0, 1, 1, 2, 2]
-    assert len({row["answer"] for row in rows.unbind(0)}) == 1
-
-
 def test_a_batch_of_more_prompts_than_there_are_is_logged(make_env: Callable, caplog, monkeypatch) -> None:
     monkeypatch.setattr(notices, "_SHOWN", set())
     make_env(n=3, prompts_per_batch=3)
@@ -132,10 +125,6 @@ def test_the_order_is_the_seeds_and_no_other_generators(make_env: Callable) -> N
     torch.rand(10)
     assert drawn(two, 9) == order
     assert drawn(make_env(seed=6), 9) != order
-
-
-def test_shuffle_false_is_the_datasets_own_order(make_env: Callable) -> None:
-    assert [a for a, _ in drawn(make_env(shuffle=False), 4)] == [0, 1, 2, 3, 4, 5, 6, 0]
 
 
 # resume

@@ -19,7 +19,7 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import resolve_task
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.envs.tasks.repository import PROBLEMS, REPOSITORY, synthetic_rows
+from torchrl_rloo.envs.tasks.programs import PROBLEMS, REPOSITORY, faulty_repositories
 from torchrl_rloo.envs.tools import Workspace
 from torchrl_rloo.envs.transforms import RepositoryTransform
 from torchrl_rloo.envs.transforms.repository import split_tests
@@ -112,8 +112,8 @@ def test_a_policy_that_mends_earns_1_and_one_that_does_not_earns_0(tokenizer):
 
 
 def test_rows_are_the_same_for_a_seed_and_have_a_fault_each():
-    rows = synthetic_rows("train", 40)
-    assert rows == synthetic_rows("train", 40) != synthetic_rows("train", 40, seed=1)
+    rows = faulty_repositories("train", 40)
+    assert rows == faulty_repositories("train", 40) != faulty_repositories("train", 40, seed=1)
     assert len({row["prompt"].split("_")[0] for row in rows}) == len(PROBLEMS)
     assert all(problem.code.count(problem.right) == 1 for problem in PROBLEMS)
     assert REPOSITORY.limits["max_turns"] >= 3

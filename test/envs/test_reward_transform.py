@@ -10,9 +10,9 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
-from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
+from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
 from torchrl_rloo.envs.transforms import reward as reward_module
 from torchrl_rloo.evaluation.evaluation import completion_table
 from torchrl_rloo.modules import TransformersWrapper
@@ -122,22 +122,6 @@ def test_text_prompts_give_text_completions(tokenizer):
     rows = outcome(make_env(tokenizer, spy, prompts), policy)
     assert seen == {"prompts": ["2+2=", "one, two, "], "completions": ["4", "four"], "completion_ids": policy.ids}
     assert rewards_of(rows) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("max_new_tokens", [1, 6])
-def test_completion_ids_are_exactly_what_was_sampled(tokenizer, model, max_new_tokens):
-    seen = []
-
-    def spy(completion_ids, **arguments):
-        seen.extend(completion_ids)
-        return [0.0] * len(completion_ids)
-
-    policy = TransformersWrapper(
-        model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": max_new_tokens, "seed": 0}
-    )
-    rows = outcome(make_env(tokenizer, spy, num_generations=3), policy)
-    assert seen == [row[keys.RESPONSE_TOKENS].tolist() for row in rows.unbind(0)]
-    assert {len(ids) for ids in seen} <= set(range(1, max_new_tokens + 1))
 
 
 def test_over_several_turns_the_ids_are_those_of_all_turns(tokenizer):
@@ -301,84 +285,6 @@ def test_counters_survive_a_restart(tokenizer):
 def test_bad_arguments_are_refused(functions, settings, message):
     with pytest.raises(ValueError, match=message):
         RewardTransform(functions, **settings)
-
-
-def kl_case(tokenizer, model, turns: int = 1, **settings) -> tuple[TensorDictBase, torch.Tensor, list[torch.Tensor]]:
-    """Return rows after a KL penalty, their rewards before it, and reference log-probs from a row's full logits."""
-    reference = build_model(tokenizer, seed=1).eval()
-    ref = TransformersWrapper(reference, tokenizer=tokenizer, generate=False)
-    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 1})
-    env = make_env(
-        tokenizer,
-        RewardTransform(constant("r", [1.0, None, 0.5, 0.0]), clip_range=(-1.0, 1.0)),
-        after_rewards=[KLRewardTransform(ref, **settings)],
-        transforms=[FeedbackTransform(lambda conversation, row: [{"role": "user", "content": "?"}], max_turns=turns)],
-    )
-    rows, references = env.reset(), []
-    for _ in range(turns - 1):
-        stepped, rows = env.step_and_maybe_reset(policy(rows))
-        assert not stepped[keys.DONE].any() and (stepped[keys.REWARD] == 0).all()
-    rows = env.step(policy(rows))
-    assert rows[keys.DONE].all()
-    for row in rows.unbind(0):
-        tokens, action = row[keys.TOKENS], row[keys.ACTION_MASK]
-        with torch.no_grad():
-            full = reference(input_ids=tokens[None]).logits[0].double().log_softmax(-1)
-        own = torch.cat([torch.zeros(1), full[:-1].gather(-1, tokens[1:, None])[:, 0]])
-        references.append(torch.where(action, own, 0.0))
-    return rows, torch.tensor([1.0, NAN, 0.5, 0.0]), references
-
-
-def check_kl(rows: TensorDictBase, earned: torch.Tensor, references: list[torch.Tensor], mask_truncated: bool) -> None:
-    for row, reward, reference in zip(rows.unbind(0), earned, references, strict=True):
-        stored = row[keys.REF_LOG_PROBS]
-        assert stored.dtype == torch.float32 and stored.shape == row[keys.TOKENS].shape
-        torch.testing.assert_close(stored, reference.float(), atol=1e-5, rtol=0)
-        kl = 0.0
-        for t, action in enumerate(row[keys.ACTION_MASK].tolist()):
-            if action and not (mask_truncated and row[keys.TRUNCATED].item()):
-                kl += float(row[keys.LOG_PROBS][t] - reference[t])
-        assert row[keys.REWARD].item() == pytest.approx(float(reward) - 0.25 * kl, abs=1e-4, nan_ok=True)
-
-
-@pytest.mark.parametrize("mask_truncated", [False, True])
-@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
-def test_the_kl_is_a_sum_over_action_tokens_taken_off_the_reward(tokenizer, model, mask_truncated, micro_batch_size):
-    rows, earned, references = kl_case(
-        tokenizer,
-        model,
-        kl_to_ref_coeff=0.25,
-        mask_truncated_completions=mask_truncated,
-        micro_batch_size=micro_batch_size,
-    )
-    assert rows[keys.TRUNCATED].any()
-    check_kl(rows, earned, references, mask_truncated)
-
-
-def test_the_kl_is_over_the_action_tokens_of_all_turns(tokenizer, make_model):
-    rows, earned, references = kl_case(tokenizer, make_model(tokenizer, end_bias=14.0), turns=3, kl_to_ref_coeff=0.25)
-    assert all(row[keys.ACTION_MASK].int().diff().clamp(min=0).sum() == 3 for row in rows.unbind(0))
-    check_kl(rows, earned, references, mask_truncated=False)
-
-
-def test_a_coefficient_of_zero_only_records(tokenizer, model):
-    rows, earned, references = kl_case(tokenizer, model, kl_to_ref_coeff=0.0)
-    torch.testing.assert_close(rows[keys.REWARD].flatten(), earned, equal_nan=True)
-    torch.testing.assert_close(rows[0][keys.REF_LOG_PROBS], references[0].float(), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"kl_to_ref_coeff": -0.1}, {"kl_to_ref_coeff": NAN}, {"micro_batch_size": -1}, {"micro_batch_size": 0}]
-)
-def test_bad_kl_arguments_are_refused(tokenizer, model, settings):
-    ref = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        KLRewardTransform(ref, **{"kl_to_ref_coeff": 0.1} | settings)
-
-
-def test_a_reference_that_generates_is_refused(tokenizer, model):
-    with pytest.raises(ValueError, match="generate=False"):
-        KLRewardTransform(TransformersWrapper(model, tokenizer=tokenizer), 0.1)
 
 
 def test_a_column_that_a_function_asks_for_is_missed_at_once():

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,15 +23,13 @@ from torchrl_rloo.envs.transforms.shaping import (
     CalibrateScores,
     ClipRewards,
     NormalizeRewards,
-    ScoreNames,
     ShapingTransform,
-    TruncationPolicy,
 )
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.replay import MCAdvantage
 
 NAN = math.nan
-NAMES = ScoreNames(["a", "b"], [1.0, 0.5])
+NAMES = SimpleNamespace(names=["a", "b"], weights=[1.0, 0.5], clip_range=None)  # what shaping reads of rewards
 
 
 def step(transform: ShapingTransform, scores: Sequence, *, truncated=None, done=None, source=NAMES) -> TensorDictBase:
@@ -63,7 +62,7 @@ def through_disk(state):
 
 
 def test_scores_stay_apart_and_the_return_is_combined_again() -> None:
-    source = ScoreNames(["a", "b"], [1.0, 0.5], clip_range=(-1.0, 1.2))
+    source = SimpleNamespace(names=["a", "b"], weights=[1.0, 0.5], clip_range=(-1.0, 1.2))
     rows = step(ClipRewards(source, 0.0, 1.0), [[3.0, -2.0], [NAN, 0.5], [NAN, NAN], [0.5, 9.0]], source=source)
     assert rows["rewards"].nan_to_num(-9).tolist() == [[1.0, 0.0], [-9, 0.5], [-9, -9], [0.5, 1.0]]
     assert rows["raw_rewards"].nan_to_num(-9).tolist() == [[3.0, -2.0], [-9, 0.5], [-9, -9], [0.5, 9.0]]
@@ -97,51 +96,6 @@ def test_a_changed_return_is_not_lost_silently() -> None:
     rows[0].set("reward", rows[0]["reward"] - 0.1)  # as a KL penalty would
     with pytest.raises(ValueError, match="right after the RewardTransform"):
         clip._step(rows, rows)
-
-
-@pytest.mark.parametrize(
-    ("mode", "value", "expected"),
-    [
-        ("keep", None, [2.0, 2.0]),
-        ("scale", 0.5, [1.0, 2.0]),
-        ("replace", -0.5, [-0.5, 2.0]),
-        ("penalty", -3.0, [-1.0, 2.0]),
-        ("abstain", None, [NAN, 2.0]),
-    ],
-)
-def test_truncation(mode: str, value: float | None, expected: list[float]) -> None:
-    policy = TruncationPolicy(NAMES, mode, value)
-    rows = step(policy, [[1.0, 2.0], [1.0, 2.0]], truncated=[True, False])
-    assert returns(rows) == pytest.approx(expected, nan_ok=True)
-    assert rows["raw_rewards"].tolist() == [[1.0, 2.0], [1.0, 2.0]]
-    assert policy.counts["shaping/truncated_rows"] == (mode != "keep")
-
-
-@pytest.mark.parametrize(
-    ("mode", "value"),
-    [("scale", 1.5), ("scale", None), ("penalty", 0.5), ("replace", math.inf), ("keep", 1.0), ("drop", None)],
-)
-def test_truncation_settings(mode: str, value: float | None) -> None:
-    with pytest.raises(ValueError, match=f"{'mode' if mode == 'drop' else 'value'}="):
-        TruncationPolicy(NAMES, mode, value)
-
-
-def test_a_weight_of_zero_has_no_share_in_a_replaced_return() -> None:
-    source = ScoreNames(["a", "b"], [1.0, 0.0])
-    with pytest.raises(ValueError, match="weights of .* must be positive"):
-        TruncationPolicy(source, "replace", -1.0)
-    rows = step(
-        TruncationPolicy(source, "replace", -1.0, functions=["a"]), [[1.0, 7.0]], truncated=[True], source=source
-    )
-    assert rows["rewards"].tolist() == [[-1.0, 7.0]] and returns(rows) == [-1.0]
-
-
-def test_an_abstaining_truncated_row_is_in_no_baseline() -> None:
-    rows = step(TruncationPolicy(NAMES, "abstain"), [[5.0, 0], [1.0, 0], [0.0, 0]], truncated=[True, False, False])
-    batch = stack_rows(
-        [TensorDict({keys.GROUP_ID: torch.tensor(0), keys.REWARD: row["reward"]}) for row in rows.unbind(0)]
-    )
-    assert MCAdvantage(3).inv(batch)[keys.ADVANTAGE].flatten().tolist() == [0.0, 1.0, -1.0]
 
 
 def test_the_temperature_of_a_calibration_file(tmp_path: Path) -> None:
@@ -258,18 +212,16 @@ def policy(random_model, bpe) -> TransformersWrapper:
 
 
 def test_a_step_of_an_environment(make_env: Callable, policy) -> None:
-    env = make_env(lambda r: [TruncationPolicy(r, "replace", -1.0), NormalizeRewards(r, min_count=2)])
+    env = make_env(lambda r: [ClipRewards(r, 0.0, 5.0), NormalizeRewards(r, min_count=2)])
     assert env.reward_spec["raw_rewards"].shape == (8, 2)
     first = step_rows(env, policy(env.reset()))
-    cut = first[keys.TRUNCATED].flatten()
-    assert cut.any() and not cut.all()
-    torch.testing.assert_close(first[keys.REWARD].flatten()[cut], torch.full((int(cut.sum()),), -1.0))
+    assert first[keys.REWARDS][:, 0].max() == 5.0 < first[keys.RAW_REWARDS][:, 0].max()
     assert first[keys.RAW_REWARDS][:, 0].tolist() == [float(m.sum()) for m in ragged(first["next"], keys.ACTION_MASK)]
     state = through_disk(env.state_dict())
     second = step_rows(env, policy(env.reset()))
     assert not torch.equal(second[keys.REWARDS], second[keys.RAW_REWARDS]), "normalized from the second batch on"
 
-    resumed = make_env(lambda r: [TruncationPolicy(r, "replace", -1.0), NormalizeRewards(r, min_count=2)])
+    resumed = make_env(lambda r: [ClipRewards(r, 0.0, 5.0), NormalizeRewards(r, min_count=2)])
     resumed.load_state_dict(state)
     rows = policy(resumed.reset())
     for row, done in zip(rows.unbind(0), second.unbind(0), strict=True):  # the same samples

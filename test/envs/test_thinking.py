@@ -11,8 +11,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.envs.transforms import FeedbackTransform
-from torchrl_rloo.envs.transforms.thinking import AddThinkingPrompt
+from torchrl_rloo.envs.transforms import AddThinkingPrompt, FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.runtime import event_loop
 

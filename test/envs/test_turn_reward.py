@@ -7,17 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.collectors.conversation import next_turn
-from torchrl_rloo.data import keys, load_prompts, tensor_rows
+from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.envs import DatasetChatEnv, RowStepper
 from torchrl_rloo.envs.text import text_env
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform, TurnRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.runtime import event_loop
 
 
@@ -72,21 +69,6 @@ def test_each_turn_has_its_reward_and_the_last_one_that_of_the_whole(collect):
         expected[turns(row)[-1]] += 100.0
         assert torch.equal(row[keys.TOKEN_REWARDS], expected)
         assert row[keys.REWARD].item() == expected.sum().item()
-
-
-def test_credit_by_turn_goes_from_the_environment_to_the_gradient(collect):
-    rows, _, policy = collect(length)
-    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=MCAdvantage(4, credit="turn"))
-    buffer.extend(tensor_rows(rows))
-    stored = buffer[:]
-    different = 0
-    for row in stored.unbind(0):
-        advantage = row[keys.ADVANTAGE][:, 0]
-        assert (advantage[~row[keys.ACTION_MASK]] == 0).all()
-        different += len({round(float(advantage[t]), 4) for t in turns(row)}) > 1
-    assert different > 0
-    loss = RLOOLoss(policy.get_new_version(generate=False), ratio="token", aggregation="token_mean")
-    assert loss(stored).loss.isfinite()
 
 
 def test_a_turn_without_a_reward_costs_its_conversation_alone(collect):

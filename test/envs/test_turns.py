@@ -17,7 +17,8 @@ from torchrl_rloo.data.segments import sampled_versions, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, TERMINATED, stop_reason
 from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat, step_rows
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat
+from torchrl_rloo.envs.stepping import step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 
@@ -27,11 +28,6 @@ LONGEST = 50
 
 def forever(conversation, row) -> list[dict[str, str]]:
     return AGAIN
-
-
-@pytest.fixture(scope="module")
-def bpe(make_tokenizer: Callable):
-    return make_tokenizer()
 
 
 @pytest.fixture
@@ -100,20 +96,6 @@ def test_every_limit_has_its_reason(name: str, bpe, play: Callable, monkeypatch)
     assert env.base_env.counts["env/rewritten_turns"] == 0
     if "max_tokens" in limits:
         assert len(row[keys.TOKENS]) <= limits["max_tokens"]
-
-
-def test_a_limit_that_the_conversation_does_not_reach_changes_nothing(bpe, play: Callable) -> None:
-    answers = iter([AGAIN, AGAIN, None])
-    limits = {"max_tokens": 500, "max_turn_tokens": 20, "max_turns": 3, "max_seconds": 1e6}
-    row, _ = collect(bpe, play([turn_of(bpe, "ab")] * 3), lambda conversation, row: next(answers), **limits)
-    assert stop_reason(row) == "answered" and int(row[keys.NUM_TURNS]) == 3
-
-
-def test_the_last_turn_that_is_allowed_may_end_by_itself(bpe, play: Callable) -> None:
-    """Expect no truncation at ``max_turns`` of a conversation that nothing answers."""
-    answers = iter([AGAIN, None])
-    row, _ = collect(bpe, play([turn_of(bpe, "ab")] * 2), lambda conversation, row: next(answers), max_turns=2)
-    assert stop_reason(row) == "answered" and row[keys.TERMINATED].all()
 
 
 def test_reasons_are_places_that_do_not_move() -> None:
@@ -311,14 +293,3 @@ def test_rewards_are_given_all_that_was_sampled(make_tokenizer: Callable, play: 
     row = LLMCollector(env, play(turns, bpe)).collect()[0]
     assert len(row[keys.PREVIOUS_SEGMENTS]["sizes"]) == 1, "the test wants a split"
     assert seen == [[i for turn in turns for i in turn.tokens]]
-
-
-def test_torchrls_rollout_begins_conversations_anew(bpe, play: Callable) -> None:
-    prompts = load_prompts([{"query": [{"role": "user", "content": "abc"}]}])
-    answers = [FeedbackTransform(lambda conversation, row: AGAIN if len(conversation) < 4 else None)]
-    env = DatasetChatEnv(prompts, bpe, prompts_per_batch=1, transforms=answers)
-    turn = turn_of(bpe, "ab")
-    steps = env.rollout(4, play([turn] * 4), break_when_any_done=False, return_contiguous=False)[0]
-    assert [int(step["next", keys.NUM_TURNS]) for step in steps.unbind(0)] == [1, 2, 1, 2]
-    sampled = [len(turn.tokens), 2 * len(turn.tokens)] * 2
-    assert [len(step[keys.ACTION_VERSIONS]) for step in steps.unbind(0)] == sampled

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -16,22 +13,15 @@ from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.envs.transforms.feedback import UserSimulator
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.rewards.remote import JsonEndpoint
-from torchrl_rloo.runtime import event_loop
 
 PROMPT = "You want {goal}. Say ###STOP### when you have it."
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +145,6 @@ def test_turns_that_others_answer_are_not_said_to_it(goals, one_token, tokenizer
     ]
     assert not any("a result" in m["content"] for each in seen for m in each)
     assert not simulator._own_messages, "forgotten with the conversation"
-
-
-def test_the_environments_limit_holds_too(make_env, one_token) -> None:
-    env = make_env(lambda messages, seed: "What?", "Ask.")
-    rows = LLMCollector(env, one_token).collect()
-    assert reasons(rows) == ["turns"] * 4 and rows[keys.NUM_TURNS].tolist() == [6] * 4
-    assert env.simulator.counts == {"user/replies": 20}
 
 
 def test_a_speaker_that_fails_or_blocks_costs_its_own_conversation(make_env, one_token) -> None:
@@ -288,64 +271,6 @@ def test_an_engines_context_is_heeded(make_env, one_token, tokenizer) -> None:
         engine.context_length = 3
         rows = LLMCollector(make_env(engine, "Ask.", tokenizer=tokenizer), one_token).collect()
         assert reasons(rows) == ["failed"] * 4
-
-
-def test_a_service_speaks(make_env, one_token) -> None:
-    bodies = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):  # noqa: N802
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            bodies.append(body)
-            reply = json.dumps({"choices": [{"message": {"content": f"Really, {len(body['messages'])}?"}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = JsonEndpoint(f"http://127.0.0.1:{server.server_port}/v1/chat/completions", timeout=30)
-
-    async def ask(messages, seed):
-        async with endpoint.session() as session:
-            reply = await session.post({"model": "m", "messages": messages, "seed": seed})
-        return reply["choices"][0]["message"]["content"]
-
-    rows = LLMCollector(make_env(ask, PROMPT, max_replies=2), one_token).collect()
-    server.shutdown()
-    server.server_close()
-    assert reasons(rows) == ["turns"] * 4 and len(bodies) == 8
-    assert rows[0][keys.COMPLETION][1] == say("user", "Really, 4?")
-
-
-def test_conversations_do_not_wait_for_each_other(goals, tokenizer) -> None:
-    """Step conversations one by one, as the asynchronous collector does; a slow user blocks only its own."""
-    order, release = [], asyncio.Event()
-
-    async def speaker(messages, seed):
-        if "help" in messages[0]["content"]:
-            await release.wait()
-        elif len(order) == 2:
-            release.set()
-        order.append(messages[0]["content"])
-        return "###STOP###"
-
-    simulator = UserSimulator(speaker, "{goal}")
-
-    async def step(goal: str):
-        row, next_row = turn([say("user", "Hm.")], [say("assistant", "Yes.")], goal=goal)
-        next_row.set(keys.STOP_REASON[1], torch.tensor(1)).set(keys.NUM_TURNS, torch.tensor(1))
-        await simulator.process_turn(row, next_row)
-
-    async def all_of_them():
-        await asyncio.wait_for(asyncio.gather(*map(step, ["help", "a", "b", "c"])), 60)
-
-    event_loop.run(all_of_them())
-    assert order[-1] == "help" and simulator.counts == {"user/ended": 4}
 
 
 @pytest.mark.parametrize(

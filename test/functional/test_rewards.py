@@ -16,7 +16,6 @@ from torchrl_rloo.functional.rewards import (
     decay_moments,
     merge_moments,
     normalize_scores,
-    shape_truncated_scores,
 )
 from torchrl_rloo.functional.statistics import group_ranges, has_signal
 
@@ -127,36 +126,6 @@ def test_calibration() -> None:
     shaped = calibrate_scores(scores, 2.0, bias=1.0, sigmoid=True)
     expected = torch.tensor([1 / (1 + math.exp(-2.0)), 1 / (1 + math.exp(1.0)), NAN])
     torch.testing.assert_close(shaped, expected, equal_nan=True)
-
-
-WEIGHTS = [1.0, 0.5, 2.0]
-ROWS = st.lists(
-    st.tuples(st.booleans(), st.lists(st.one_of(st.just(NAN), st.floats(-5, 5, width=32)), min_size=3, max_size=3)),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(deadline=None, max_examples=60)
-@given(ROWS, st.floats(-3, 0))
-def test_truncated_rows_have_the_return_they_should(rows: list, value: float) -> None:
-    truncated, scores = torch.tensor([t for t, _ in rows]), torch.tensor([s for _, s in rows])
-    before, abstains = combine_rewards(scores, WEIGHTS), scores.isnan().all(-1)
-    expected = {
-        "keep": before,
-        "replace": torch.where(abstains, NAN, value),
-        "penalty": before + value,
-        "abstain": torch.full_like(before, NAN),
-    }
-    for mode, target in expected.items():
-        shaped = shape_truncated_scores(scores, truncated, torch.tensor(WEIGHTS), mode, value)
-        total = combine_rewards(shaped, WEIGHTS)
-        wanted = torch.where(truncated, target, before)
-        torch.testing.assert_close(total, wanted, equal_nan=True, rtol=1e-4, atol=1e-4)
-        if mode != "abstain":
-            assert torch.equal(shaped.isnan(), scores.isnan()), "exactly the entries that abstained still abstain"
-    scaled = combine_rewards(shape_truncated_scores(scores, truncated, torch.tensor(WEIGHTS), "scale", 0.25), WEIGHTS)
-    torch.testing.assert_close(scaled, torch.where(truncated, before * 0.25, before), equal_nan=True)
 
 
 @settings(deadline=None, max_examples=60)

@@ -92,12 +92,7 @@ class ContainerAgent:
         self._check_image()
 
     def run_line(self, name: str, variables: Sequence[str]) -> list[str]:
-        """Return the command line that runs the agent; its variables' values are not on it.
-
-        Args:
-            name: name of the container.
-            variables: names of the variables that the engine's client passes on.
-        """
+        """Return the command line that runs the agent; its variables' values are not on it."""
         line = [self.engine, "run", "--rm", "--interactive", "--init", f"--name={name}", f"--label={LABEL}"]
         line += [f"--network={self.network}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
         if self.memory is not None:
@@ -107,11 +102,7 @@ class ContainerAgent:
         return [*line, *(f"--env={name}" for name in variables), *self.options, self.image, *self.command]
 
     async def __call__(self, context: AgentContext, row: dict[str, Any]) -> dict[str, Any] | None:
-        """Run the container to its end; cancelling it removes the container.
-
-        Raises:
-            RuntimeError: if the command exits with another code than 0.
-        """
+        """Run the container to its end; cancelling it removes the container."""
         name, own = f"torchrl-rloo-{uuid.uuid4().hex}", self.environment | context.environment()
         variables = _client_environment() | own
         try:
@@ -197,15 +188,7 @@ class AgentContext:
     roles: tuple[str, ...] = ()
 
     def role(self, name: str) -> AgentContext:
-        """Return the access of a role of the conversation. Its key is valid for calls of this role only.
-
-        Raises:
-            ValueError: if the conversation has no such role.
-
-        Example:
-            >>> AgentContext("http://127.0.0.1:8000/v1", "KEY", roles=("judge",)).role("judge").api_key
-            'KEY.judge'
-        """
+        """Return the access of a role of the conversation. Its key is valid for calls of this role only."""
         if name not in self.roles:
             raise ValueError(f"role={name!r} must be one of {list(self.roles)}; name roles in agent_env(roles=)")
         return AgentContext(self.base_url, f"{self.api_key}.{name}", name)
@@ -225,13 +208,6 @@ class AgentContext:
         """Return a new ``openai.AsyncOpenAI``, to be used in ``async with``. It has no retries and uses no proxy.
 
         Its requests have no time limit, as the agent has one: OpenAI's default leaves a busy endpoint after 5 s.
-
-        Args:
-            role: role whose calls the client makes, whatever model they name; None leaves the role to the model.
-
-        Raises:
-            ImportError: if ``openai`` is not installed.
-            ValueError: if the conversation has no such role.
         """
         if role is not None:
             return self.role(role).openai()
@@ -295,11 +271,7 @@ class CommandAgent:
         self.environment, self.memory, self.grace = dict(environment or {}), memory, grace
 
     async def __call__(self, context: AgentContext, row: dict[str, Any]) -> dict[str, Any] | None:
-        """Run the command to its end; cancelling it ends the command and its children.
-
-        Raises:
-            RuntimeError: if the command exits with another code than 0.
-        """
+        """Run the command to its end; cancelling it ends the command and its children."""
         command = self.command
         if self.memory is not None:  # the shell limits itself and becomes the command
             command = ["/bin/sh", "-c", f'ulimit -d {self.memory // 1024} && exec "$@"', "sh", *command]
@@ -310,21 +282,7 @@ class CommandAgent:
 async def run_command(
     command: Sequence[str], variables: Mapping[str, str], row: dict[str, Any], *, grace: float, name: str
 ) -> dict[str, Any] | None:
-    """Run an agent's command in a temporary folder to its end; cancelling it ends the command and its children.
-
-    Args:
-        command: program and its arguments.
-        variables: environment of the program.
-        row: written to its standard input, as JSON.
-        grace: seconds between SIGTERM and SIGKILL when this is cancelled.
-        name: name of the agent in errors.
-
-    Returns:
-        The JSON object in the last line of the output, or None.
-
-    Raises:
-        RuntimeError: if the command exits with another code than 0.
-    """
+    """Run an agent's command in a temporary folder to its end; cancelling it ends the command and its children."""
     with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
         with tempfile.TemporaryFile() as text:
             text.write(json.dumps(row, default=str).encode())
@@ -415,15 +373,7 @@ def _last_object(output: str) -> dict[str, Any] | None:
 
 
 def resolve_agent(agent: Agent | str | Sequence[str]) -> Agent:
-    """Return an agent: a function as it is, the object at a dotted path, or the command of a list.
-
-    Raises:
-        TypeError: if it is nothing of these.
-
-    Example:
-        >>> type(resolve_agent(["python3", "agent.py"])).__name__
-        'CommandAgent'
-    """
+    """Return an agent: a function as it is, the object at a dotted path, or the command of a list."""
     if isinstance(agent, str):
         agent = import_object(agent, "agent")
     elif isinstance(agent, list | tuple):
@@ -433,46 +383,26 @@ def resolve_agent(agent: Agent | str | Sequence[str]) -> Agent:
     return agent
 
 
-def read_role_rewards(rewards: Any, roles: Collection[str]) -> dict[str, float]:
-    """Return the rewards of roles in an agent's result.
-
-    Args:
-        rewards: ``"rewards"`` of the result; None is the same as an empty dict.
-        roles: names of the roles that are trained.
-
-    Raises:
-        TypeError: if ``rewards`` does not map roles to numbers.
-        ValueError: if a reward is not finite, or the name that of no trained role.
-
-    Example:
-        >>> read_role_rewards({"white": 1}, ["white", "black"])
-        {'white': 1.0}
-    """
+def read_rewards(rewards: Any, what: str) -> dict[str, float]:
+    """Return rewards by name, from a mapping to finite numbers; ``what`` says where an agent's result has them."""
     rewards = {} if rewards is None else rewards
     if not (isinstance(rewards, Mapping) and all(isinstance(v, int | float) for v in rewards.values())):
-        raise TypeError(f"rewards={rewards!r:.200} must map roles to numbers")
-    if unknown := [name for name in rewards if name not in roles]:
-        raise ValueError(f"rewards has {unknown}, but the trained roles are {list(roles)}; use these")
+        raise TypeError(f"{what}={rewards!r:.200} must map names to numbers")
     if not all(map(math.isfinite, rewards.values())):
-        raise ValueError(f"rewards={rewards!r:.200} must be finite")
-    return {name: float(value) for name, value in rewards.items()}
+        raise ValueError(f"{what}={rewards!r:.200} must be finite")
+    return {str(name): float(value) for name, value in rewards.items()}
+
+
+def read_role_rewards(rewards: Any, roles: Collection[str]) -> dict[str, float]:
+    """Return the rewards of roles in an agent's result."""
+    found = read_rewards(rewards, "rewards")
+    if unknown := [name for name in found if name not in roles]:
+        raise ValueError(f"rewards has {unknown}, but the trained roles are {list(roles)}; use these")
+    return found
 
 
 def read_result(result: Any, more: Collection[str] = ()) -> tuple[float, dict[str, Any]]:
-    """Return the reward and the metrics of an agent's result.
-
-    Args:
-        result: what the agent returned.
-        more: further entries that it may have.
-
-    Raises:
-        TypeError: if the result is not None, a number, or a dict with ``reward``, ``call_rewards`` and ``metrics``.
-        ValueError: if the reward is not finite.
-
-    Example:
-        >>> read_result({"reward": 1, "metrics": {"steps": 2}}), read_result(None)
-        ((1.0, {'steps': 2}), (0.0, {}))
-    """
+    """Return the reward and the metrics of an agent's result."""
     fields = result if isinstance(result, Mapping) else {"reward": result}
     reward, metrics = fields.get("reward"), fields.get("metrics") or {}
     allowed = ["reward", "call_rewards", "metrics", *more]
@@ -486,19 +416,5 @@ def read_result(result: Any, more: Collection[str] = ()) -> tuple[float, dict[st
 
 
 def read_call_rewards(result: Any) -> dict[str, float]:
-    """Return the rewards of single calls in an agent's result, by the ids of their responses.
-
-    Raises:
-        TypeError: if ``call_rewards`` does not map ids to numbers.
-        ValueError: if a reward is not finite.
-
-    Example:
-        >>> read_call_rewards({"reward": 1, "call_rewards": {"chatcmpl-7f": 1}})
-        {'chatcmpl-7f': 1.0}
-    """
-    rewards = (result.get("call_rewards") if isinstance(result, Mapping) else None) or {}
-    if not (isinstance(rewards, Mapping) and all(isinstance(v, int | float) for v in rewards.values())):
-        raise TypeError(f"call_rewards={rewards!r:.200} must map ids of responses to numbers")
-    if not all(map(math.isfinite, rewards.values())):
-        raise ValueError(f"call_rewards={rewards!r:.200} must be finite")
-    return {str(name): float(value) for name, value in rewards.items()}
+    """Return the rewards of single calls in an agent's result, by the ids of their responses."""
+    return read_rewards(result.get("call_rewards") if isinstance(result, Mapping) else None, "call_rewards")

@@ -30,42 +30,25 @@ MessageKey = tuple[Any, ...]
 
 
 class Sampled(NamedTuple):
-    """Tokens that a call sampled, or those of a whole sample.
+    """Tokens that a call sampled, or those of a whole sample."""
 
-    Attributes:
-        tokens: ``[n]`` int64 ids.
-        mask: ``[n]`` bool, True on action tokens.
-        log_probs: ``[n]`` float32 log-probs (nats), 0 on other tokens.
-        versions: ``[a]`` int64, policy version of each action token; None if unknown.
-        support: ids that the sampler's truncation kept for each action token; None if not recorded.
-    """
-
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    log_probs: torch.Tensor
-    versions: torch.Tensor | None = None
-    support: Support | None = None
+    tokens: torch.Tensor  # [n] int64
+    mask: torch.Tensor  # [n] bool, True on action tokens
+    log_probs: torch.Tensor  # [n] float32, 0 on other tokens
+    versions: torch.Tensor | None = None  # [a] int64, policy version of each action token
+    support: Support | None = None  # ids that the sampler's truncation kept for each action token
 
 
 @dataclass(eq=False)
 class Prompt:
-    """Prompt of a call.
+    """Prompt of a call."""
 
-    Attributes:
-        conversation: its messages, with the policy's own text in the policy's turns.
-        keys: keys of the messages as the agent sent them.
-        arguments: arguments of the chat template.
-        parent: call that it continues; None if it begins a sample.
-        new: ids after the parent's, or all ids.
-        repeats: number of earlier calls with the same prompt.
-    """
-
-    conversation: Messages
-    keys: tuple[MessageKey, ...]
-    arguments: Mapping[str, Any]
-    parent: Call | None
-    new: list[int]
-    repeats: int = 0
+    conversation: Messages  # with the policy's own text in the policy's turns
+    keys: tuple[MessageKey, ...]  # of the messages as the agent sent them
+    arguments: Mapping[str, Any]  # of the chat template
+    parent: Call | None  # that it continues; None if it begins a sample
+    new: list[int]  # ids after the parent's, or all ids
+    repeats: int = 0  # earlier calls with the same prompt
 
     @property
     def path(self) -> list[Call]:
@@ -83,27 +66,16 @@ class Prompt:
 
 @dataclass(eq=False)
 class Call:
-    """Finished call.
-
-    Attributes:
-        prompt: its prompt.
-        sampled: sampled tokens.
-        text: their text, with everything that the policy wrote.
-        reply: message that the agent received.
-        truncated: True if a limit ended the reply.
-        deliveries: number of connections over which the agent received the reply.
-        continued: True if the agent sent the reply back, so that it must have received it.
-        names: ids of the responses with this reply, without their prefix.
-    """
+    """Finished call."""
 
     prompt: Prompt
     sampled: Sampled
-    text: str
-    reply: Mapping[str, Any]
-    truncated: bool
-    deliveries: int = 0
-    continued: bool = False
-    names: set[str] = field(default_factory=set)
+    text: str  # everything that the policy wrote
+    reply: Mapping[str, Any]  # message that the agent received
+    truncated: bool  # whether a limit ended it
+    deliveries: int = 0  # connections over which the agent received the reply
+    continued: bool = False  # whether the agent sent the reply back, so that it must have received it
+    names: set[str] = field(default_factory=set)  # ids of the responses with this reply, without their prefix
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.sampled.tokens)
@@ -120,19 +92,7 @@ class Call:
 
 
 class CallTree:
-    """Calls of one session.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        end_ids: ids with which the model ends a turn.
-        on_rewrite: what to do if the template would now render the past differently from what the policy saw, see
-            :class:`~torchrl_rloo.envs.ChatEnv`.
-
-    Attributes:
-        calls: finished calls, in the order of their ends.
-        counts: ``"agent/new_samples"``, calls that began a sample; ``"agent/rewritten"``, calls of which the template
-            rewrote the past.
-    """
+    """Calls of one session."""
 
     def __init__(self, tokenizer: Any, *, end_ids: Collection[int] = (), on_rewrite: Literal["keep", "split"] = "keep"):
         self.tokenizer, self.end_ids, self.on_rewrite = tokenizer, end_ids, on_rewrite
@@ -142,15 +102,7 @@ class CallTree:
         self._seen: dict[tuple[Any, ...], set[int]] = {}  # numbers of the calls with a prompt
 
     def prompt(self, messages: Messages, arguments: Mapping[str, Any]) -> Prompt:
-        """Return the prompt of a call.
-
-        Args:
-            messages: conversation of the call.
-            arguments: arguments of the chat template, such as ``tools``.
-
-        Raises:
-            ValueError: if the template cannot render the messages.
-        """
+        """Return the prompt of a call."""
         named = tuple(map(message_key, messages))
         prompt = self._continued(messages, named, arguments)
         if prompt is None:
@@ -229,13 +181,7 @@ def _place(prompt: Prompt) -> tuple[Any, ...]:
 
 
 def join(path: Sequence[Call], new: Sequence[int] = (), trained: Sequence[bool] | None = None) -> Sampled:
-    """Join the calls of a path to one sequence of tokens.
-
-    Args:
-        path: calls, each of which continues the one before.
-        new: ids after the last call.
-        trained: for each call, whether its sampled tokens are action tokens. None means all.
-    """
+    """Join the calls of a path to one sequence of tokens."""
     trained = [True] * len(path) if trained is None else trained
     tokens, masks, log_probs = [], [], []
     for call, is_action in zip(path, trained, strict=True):
@@ -257,11 +203,7 @@ def join(path: Sequence[Call], new: Sequence[int] = (), trained: Sequence[bool] 
 
 
 def rewarded_calls(calls: Sequence[Call], rewards: Mapping[str, float]) -> list[tuple[Call, float]]:
-    """Return the calls that have a reward, with it.
-
-    Raises:
-        ValueError: if ``rewards`` has an id of no response.
-    """
+    """Return the calls that have a reward, with it."""
     named = {name: call for call in calls for name in call.names}
     found = []
     for name, value in rewards.items():

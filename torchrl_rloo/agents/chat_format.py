@@ -26,11 +26,7 @@ class FormatError(ValueError):
 
 
 def read_messages(value: Any) -> Messages:
-    """Return the messages of a request, as chat templates take them.
-
-    Raises:
-        FormatError: if they are not messages of text.
-    """
+    """Return the messages of a request, as chat templates take them."""
     if not isinstance(value, list) or not value:
         raise FormatError(f"messages={value!r:.100} must be a list with at least one message")
     return [_read_message(message, i) for i, message in enumerate(value)]
@@ -89,11 +85,7 @@ def _read_call(call: Any, what: str) -> dict[str, Any]:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the schemas of a request's tools, or None.
-
-    Raises:
-        FormatError: if one is not a function with a name.
-    """
+    """Return the schemas of a request's tools, or None."""
     if not value:
         return None
     tools = read_list(value, "tools")
@@ -105,11 +97,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def read_request(body: Mapping[str, Any]) -> tuple[Ask, int]:
-    """Return the call of a request, and its number of choices.
-
-    Raises:
-        FormatError: if the request is not of the format, or asks for what the endpoint does not have.
-    """
+    """Return the call of a request, and its number of choices."""
     choice, form = body.get("tool_choice", "auto"), body.get("response_format") or {"type": "text"}
     if choice not in ("auto", "none", None):
         raise FormatError(f"tool_choice={choice!r:.100} must be 'auto' or 'none': the policy is not constrained")
@@ -125,11 +113,7 @@ def read_request(body: Mapping[str, Any]) -> tuple[Ask, int]:
 
 
 def positive(value: Any, what: str) -> int | None:
-    """Return a positive integer of a request, or None.
-
-    Raises:
-        FormatError: if it is another value, or above 32 bits.
-    """
+    """Return a positive integer of a request, or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_NUMBER:
@@ -138,26 +122,14 @@ def positive(value: Any, what: str) -> int | None:
 
 
 def read_list(value: Any, what: str) -> list[Any]:
-    """Return a value that must be a list.
-
-    Raises:
-        FormatError: if it is none.
-    """
+    """Return a value that must be a list."""
     if not isinstance(value, list):
         raise FormatError(f"{what} must be a list, got {type(value).__name__}")
     return value
 
 
 def response(replies: Sequence[Reply], model: str, number: str, tokenizer: Any, log_probs: bool) -> dict[str, Any]:
-    """Return the response to a request.
-
-    Args:
-        replies: reply of each choice.
-        model: name of the model in the request.
-        number: id of the response.
-        tokenizer: tokenizer, for the texts of log-probs.
-        log_probs: whether to include log-probs of the sampled tokens.
-    """
+    """Return the response to a request."""
     choices = [
         {
             "index": i,

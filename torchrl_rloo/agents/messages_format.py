@@ -17,11 +17,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def read_request(body: Mapping[str, Any]) -> Ask:
-    """Return the call of a request.
-
-    Raises:
-        FormatError: if the request is not of the format, or asks for what the endpoint does not have.
-    """
+    """Return the call of a request."""
     choice = body.get("tool_choice") or {"type": "auto"}
     if not isinstance(choice, dict) or choice.get("type") not in ("auto", "none"):
         raise FormatError(

@@ -1,10 +1,9 @@
-"""PolicyEndpoint: a policy behind an endpoint, for loops that run agents themselves; RolePlay: several roles at it."""
+"""PolicyEndpoint: a policy behind an endpoint, for loops that run agents themselves."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -14,7 +13,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from torchrl_rloo.agents.agents import AgentContext
 from torchrl_rloo.agents.server import EndpointServer
-from torchrl_rloo.agents.session import AgentSession, derive_seed
+from torchrl_rloo.agents.session import AgentSession
 from torchrl_rloo.collectors.conversation import finish_row
 from torchrl_rloo.collectors.turn_source import Policy, make_turn_source
 from torchrl_rloo.data import keys
@@ -25,12 +24,7 @@ from torchrl_rloo.runtime.event_loop import EventLoop
 
 
 class OpenConversation:
-    """Conversation of a :class:`PolicyEndpoint`.
-
-    Attributes:
-        context: address and key for its agent.
-        session: its calls. Only the endpoint's loop may call its methods.
-    """
+    """Conversation of a :class:`PolicyEndpoint`."""
 
     def __init__(self, endpoint: PolicyEndpoint, session: AgentSession, key: str, version: int):
         self.context = AgentContext(f"{endpoint.server.url}/v1", key)
@@ -39,20 +33,10 @@ class OpenConversation:
     def finish(
         self, reward: float = 0.0, reason: str | None = None, *, call_rewards: Mapping[str, float] | None = None
     ) -> TensorDictBase:
-        """End the conversation; its key is refused from now on.
+        """End the conversation, whose key is refused from now on, and return its finished row.
 
-        Args:
-            reward: return of the trajectory.
-            reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. None is the limit that refused a call,
-                that of the last reply, or ``"failed"`` if there was no reply.
-            call_rewards: further rewards, by the ids of the responses that they are for.
-
-        Returns:
-            Finished row of the schema.
-
-        Raises:
-            RuntimeError: if the policy failed on a call.
-            ValueError: if ``call_rewards`` has an id of no response.
+        A ``reason`` of None is the limit that refused a call, that of the last reply, or ``"failed"`` without a reply.
+        ``call_rewards`` are further rewards by the ids of their responses. A policy that failed is a RuntimeError.
         """
         self._endpoint.server.remove(self.context.api_key)
         return self._endpoint.loop.run(self._finish(reward, reason, call_rewards))
@@ -117,7 +101,7 @@ class PolicyEndpoint:
         self.counts: Counter[str] = Counter()
         self._source = make_turn_source(policy, version, lambda: float("inf"), eager=True)
         self._opened = 0
-        self.loop, self.server = EventLoop("policy-endpoint"), EndpointServer(counts=self.counts)
+        self.loop, self.server = EventLoop("policy-endpoint"), EndpointServer(self.counts)
         try:
             self.server.start()
         except BaseException:
@@ -125,16 +109,7 @@ class PolicyEndpoint:
             raise
 
     def open(self, query: Messages, *, seed: int | None = None, **columns: Any) -> OpenConversation:
-        """Open a conversation.
-
-        Args:
-            query: messages with which the agent's first call begins.
-            seed: seed of its samples; None draws one.
-            **columns: further entries of the row: tensors, or any other values.
-
-        Raises:
-            ValueError: if the query leaves the policy no token.
-        """
+        """Open a conversation; ``query`` begins its first call, and ``columns`` are further entries of its row."""
         self._opened += 1
         seed = int(torch.randint(2**62, ())) if seed is None else seed
         entries = {k: v if isinstance(v, torch.Tensor) else NonTensorData(v) for k, v in columns.items()}
@@ -163,107 +138,3 @@ class PolicyEndpoint:
     ) -> None:
         """Stop the endpoint."""
         self.close()
-
-
-class RoleConversation:
-    """Conversation of a :class:`RolePlay`.
-
-    Attributes:
-        contexts: address and key of each role.
-    """
-
-    def __init__(self, conversations: Mapping[str, OpenConversation], frozen: Collection[str]):
-        self._conversations, self._frozen = dict(conversations), frozenset(frozen)
-        self.contexts: dict[str, AgentContext] = {role: c.context for role, c in conversations.items()}
-
-    def finish(self, rewards: Mapping[str, float]) -> dict[str, TensorDictBase]:
-        """End the conversation of all roles; their keys are refused from now on.
-
-        Args:
-            rewards: return of each role that is not frozen; NaN lets its row abstain.
-
-        Returns:
-            Finished row of each role that is not frozen. The row of a role that never called has no action tokens
-            and abstains, so that its group is complete.
-
-        Raises:
-            ValueError: if ``rewards`` has other roles, or an infinite reward. The conversation stays open.
-            RuntimeError: if the policy failed on a call of any role. The conversation has ended.
-        """
-        trained = self._conversations.keys() - self._frozen
-        if rewards.keys() != trained:
-            raise ValueError(f"rewards={dict(rewards)} must have exactly the trained roles {sorted(trained)}")
-        if any(math.isinf(reward) for reward in rewards.values()):
-            raise ValueError(f"rewards={dict(rewards)} must be finite, or NaN to abstain")
-        rows, errors = {}, []
-        for role, conversation in self._conversations.items():
-            called = bool(conversation.session.tree.leaves())
-            try:  # End all roles, also if one of them failed
-                row = conversation.finish(float(rewards.get(role, 0.0)) if called else math.nan)
-            except RuntimeError as error:
-                errors.append(error)
-                continue
-            if role not in self._frozen:
-                rows[role] = row
-        if errors:
-            raise errors[0]
-        return rows
-
-
-class RolePlay:
-    """Conversations of several roles, such as two players, or a proposer and a solver, over policy endpoints.
-
-    Each role has its own key, and its calls join into its own row. The row has the ordinary schema and ``"role"``, the
-    role's name. Its ``"group_id"`` is ``group_id * n_roles + i`` for the role of index ``i``. The baseline of
-    :class:`~torchrl_rloo.replay.MCAdvantage` is therefore within a group and a role. It needs ``num_generations``. All
-    rows of a buffer must come from conversations of the same roles.
-
-    Args:
-        endpoints: endpoint of each role. Roles of one policy share an endpoint; a role with weights or an adapter of
-            its own has another.
-        frozen: roles whose rows are not returned, such as a fixed opponent or a judge.
-
-    Raises:
-        ValueError: if there is no role to train, or ``frozen`` has an unknown role.
-
-    Example::
-
-        play = RolePlay({"white": endpoint, "black": endpoint})
-        for _ in range(4):
-            conversation = play.open({"white": rules, "black": rules}, group_id=0)
-            winner = my_game(conversation.contexts["white"], conversation.contexts["black"])
-            rows = conversation.finish({role: 1.0 if role == winner else -1.0 for role in play.endpoints})
-    """
-
-    def __init__(self, endpoints: Mapping[str, PolicyEndpoint], *, frozen: Collection[str] = ()):
-        self.endpoints, self.frozen = dict(endpoints), frozenset([frozen] if isinstance(frozen, str) else frozen)
-        if unknown := self.frozen - self.endpoints.keys():
-            raise ValueError(f"frozen={sorted(unknown)} must be among the roles {list(self.endpoints)}")
-        if self.frozen == self.endpoints.keys():
-            raise ValueError(f"frozen={sorted(self.frozen)} leaves no role of {list(self.endpoints)} to train")
-
-    def open(self, queries: Mapping[str, Messages], *, group_id: int, seed: int | None = None) -> RoleConversation:
-        """Open a conversation.
-
-        Args:
-            queries: messages with which the first call of each role begins.
-            group_id: number of the group, the same for conversations to compare.
-            seed: seed of the samples of all roles, which differ by role; None draws one.
-
-        Raises:
-            ValueError: if ``queries`` has other roles, or one of them leaves the policy no token.
-        """
-        if queries.keys() != self.endpoints.keys():
-            raise ValueError(f"queries={sorted(queries)} must have exactly the roles {sorted(self.endpoints)}")
-        seed = int(torch.randint(2**62, ())) if seed is None else seed
-        conversations: dict[str, OpenConversation] = {}
-        for i, (role, endpoint) in enumerate(self.endpoints.items()):
-            columns = {keys.ROLE: role, keys.ROLE_ID: torch.tensor(i)}
-            columns |= {keys.GROUP_ID: torch.tensor(group_id * len(self.endpoints) + i)}
-            try:
-                conversations[role] = endpoint.open(queries[role], seed=derive_seed(seed, role), **columns)
-            except Exception:  # Withdraw the keys of the roles before it
-                for opened in conversations.values():
-                    opened.finish()
-                raise
-        return RoleConversation(conversations, self.frozen)

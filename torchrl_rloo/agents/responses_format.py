@@ -18,11 +18,7 @@ from torchrl_rloo.data.templates import Messages
 
 
 def read_request(body: Mapping[str, Any]) -> Ask:
-    """Return the call of a request.
-
-    Raises:
-        FormatError: if the request is not of the format, or asks for what the endpoint does not have.
-    """
+    """Return the call of a request."""
     if body.get("previous_response_id") or body.get("conversation"):
         raise FormatError("previous_response_id and conversation need stored responses; send the whole input")
     if body.get("background"):

@@ -17,8 +17,7 @@ from aiohttp import web
 from torchrl_rloo.agents import chat_format, messages_format, responses_format
 from torchrl_rloo.agents.agents import MODEL
 from torchrl_rloo.agents.chat_format import FormatError
-from torchrl_rloo.agents.guard import Gate, default_max_connections, error_body, foreign_host
-from torchrl_rloo.agents.retries import Exchanges
+from torchrl_rloo.agents.guard import Exchanges, Gate, default_max_connections, error_body, foreign_host
 from torchrl_rloo.agents.session import AgentSession, Ask, RefusedCallError, Reply
 from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.runtime.event_loop import EventLoop
@@ -26,6 +25,10 @@ from torchrl_rloo.runtime.http import ReplyError, strict_json
 
 _LOGGER = logging.getLogger(__name__)
 Sampling = Callable[[Callable[[], Awaitable[list[Reply]]]], Awaitable[list[Reply]]]
+_HOST = "127.0.0.1"
+_MAX_BODY = 16 * 2**20  # bytes of a request
+_MAX_WAITING = 64  # calls of a session at a time; others are answered with status 429
+_READ_TIMEOUT_S = 30.0  # time within which the head of a request must arrive, and then its body
 _START_TIMEOUT_S = 30.0
 _ALIVE_PERIOD_S = 15.0  # time between two comments of a stream that waits for its reply
 _CLOSE_TIMEOUT_S = 0.2  # time for the calls in flight when the server closes; then they are cancelled
@@ -44,51 +47,12 @@ class EndpointServer:
     A key of 256 random bits names the session of a call: as bearer token, as ``x-api-key``, or in the path
     ``/k/KEY/v1/...``. A role follows the key after a dot, or is the model. Other keys are refused. Paths are
     ``/v1/chat/completions``, ``/v1/responses``, ``/v1/messages`` and ``/v1/models``.
-
-    Args:
-        host: address to listen on. Others than those of this machine let other machines call.
-        port: port to listen on; 0 takes a free one.
-        hosts: names in ``Host`` that are accepted, in addition to ``localhost`` and addresses.
-        max_body: maximum bytes of a request.
-        max_waiting: maximum number of calls of a session at a time; others are answered with status 429.
-        max_connections: maximum number of connections. Another one takes the place of the oldest that has shown no key
-            yet; without such, it is answered with status 503. None takes half of the number of files that the process
-            may open, but at most 4096.
-        read_timeout: seconds within which the head of a request must arrive, and then its body.
-        counts: counter to use; None makes one.
-
-    Attributes:
-        counts: ``"endpoint/requests"``; ``"endpoint/retried"``, repeated requests that share the earlier reply;
-            ``"endpoint/disconnected"``, before the reply; ``"endpoint/unread_replies"``, sent to a client that closed
-            without reading them; ``"endpoint/ignored_sampling"``, whose sampling parameters are not the policy's; and
-            ``"endpoint/refused/<reason>"``. The reasons are ``key`` (unknown, or of an ended session), ``request``
-            (not of the format), ``size``, ``busy``, ``host``, ``path``, ``http`` (malformed), ``slow``, and
-            ``connections``.
-
-    Raises:
-        OSError: at :meth:`start`, if the address cannot be used.
-        ValueError: if a limit is not above 0.
     """
 
-    def __init__(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        hosts: Collection[str] = (),
-        max_body: int = 16 * 2**20,
-        max_waiting: int = 64,
-        max_connections: int | None = None,
-        read_timeout: float = 30.0,
-        counts: Counter[str] | None = None,
-    ):
-        max_connections = default_max_connections() if max_connections is None else max_connections
-        if min(max_body, max_waiting, max_connections, read_timeout) <= 0:
-            raise ValueError(f"{max_body=}, {max_waiting=}, {max_connections=} and {read_timeout=} must be above 0")
-        self.host, self.port, self.max_body, self.max_waiting = host, port, max_body, max_waiting
-        self.hosts = frozenset(name.lower() for name in hosts)
-        self.counts: Counter[str] = Counter() if counts is None else counts
-        self.gate = Gate(self.counts, max_connections, read_timeout)
+    def __init__(self, counts: Counter[str]):
+        self.counts, self.max_waiting = counts, _MAX_WAITING
+        self.gate = Gate(counts, default_max_connections(), _READ_TIMEOUT_S)
+        self.port = 0  # a free one, once it listens
         self._sessions: dict[str, dict[str, tuple[AgentSession, Exchanges]]] = {}
         self._calls: Counter[str] = Counter()
         self._loop: EventLoop | None = None
@@ -98,8 +62,7 @@ class EndpointServer:
     @property
     def url(self) -> str:
         """Address of the server, without a path."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{_HOST}:{self.port}"
 
     def start(self) -> EndpointServer:
         """Listen, if it does not yet."""
@@ -113,7 +76,7 @@ class EndpointServer:
         return self
 
     async def _listen(self) -> None:
-        app = web.Application(client_max_size=self.max_body, middlewares=[self._guard()])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard()])
         for path, answer in {
             "/v1/chat/completions": self._chat,
             "/v1/responses": self._responses,
@@ -126,7 +89,7 @@ class EndpointServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_TIMEOUT_S)
         await self._runner.setup()
         loop, factory = asyncio.get_running_loop(), self.gate.connections(self._runner.server)
-        self._listener = await loop.create_server(factory, self.host, self.port, backlog=1024)
+        self._listener = await loop.create_server(factory, _HOST, 0, backlog=1024)
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def add(self, sessions: Mapping[str, AgentSession]) -> str:
@@ -166,13 +129,13 @@ class EndpointServer:
             request.protocol.begin()
             self.counts["endpoint/requests"] += 1
             try:
-                if (reason := foreign_host(request, self.hosts)) is not None:
+                if (reason := foreign_host(request)) is not None:
                     return self._refuse(request, "host", 403, reason)
                 return await handler(request)
             except (FormatError, ReplyError, UnicodeError) as error:
                 return self._refuse(request, "request", 400, str(error))
             except web.HTTPRequestEntityTooLarge:
-                return self._refuse(request, "size", 413, f"a request must have at most {self.max_body} bytes")
+                return self._refuse(request, "size", 413, f"a request must have at most {_MAX_BODY} bytes")
             except RequestTimeoutError:
                 return self._refuse(request, "slow", 408, f"no body within {self.gate.read_timeout:g} s")
             except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:

@@ -1,4 +1,4 @@
-"""AgentSession: the policy's side of one agent, which asks for replies until it has ended."""
+"""AgentSession: the policy's side of one agent, until it has ended; RoleSessions: of the roles of a conversation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrl_rloo.agents.call_tree import (
 )
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import copy_row, drop_entries, make_non_tensor
-from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.segments import Role, stash_segment
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, decode_response
 from torchrl_rloo.envs.chat import CONVERSATION_KEYS, ChatEnv, make_stepped_row
@@ -37,43 +37,24 @@ Sample = Callable[[TensorDictBase], Awaitable[TensorDictBase]]
 
 
 class Ask(NamedTuple):
-    """Call of an agent.
-
-    Attributes:
-        messages: conversation, as the chat template takes it.
-        tools: schemas of tools, as the template takes them; None for none.
-        max_tokens: maximum tokens of the reply; None leaves it to the policy.
-        parse: whether to read tool calls in the reply.
-    """
+    """Call of an agent."""
 
     messages: Messages
     tools: Sequence[Mapping[str, Any]] | None = None
     max_tokens: int | None = None
-    parse: bool = True
 
 
 class Reply(NamedTuple):
-    """Reply to a call.
+    """Reply to a call."""
 
-    Attributes:
-        call: its record. Raise ``call.deliveries`` once the agent is to receive it.
-        message: assistant message, with ``content``, and if there are any ``reasoning_content`` and ``tool_calls``.
-        finish: ``"stop"``, ``"length"`` or ``"tool_calls"``.
-        prompt_tokens: number of tokens of the prompt.
-    """
-
-    call: Call
-    message: dict[str, Any]
-    finish: str
+    call: Call  # raise its deliveries once the agent is to receive it
+    message: dict[str, Any]  # with "content", and if there are any "reasoning_content" and "tool_calls"
+    finish: str  # "stop", "length" or "tool_calls"
     prompt_tokens: int
 
 
 class RefusedCallError(ValueError):
-    """Call that the session refuses.
-
-    Attributes:
-        code: what was wrong, as clients read it.
-    """
+    """Call that the session refuses."""
 
     def __init__(self, message: str, code: str):
         super().__init__(message)
@@ -81,27 +62,7 @@ class RefusedCallError(ValueError):
 
 
 class AgentSession:
-    """Calls of one conversation, and the row that they make. Its methods run on the loop that makes it.
-
-    Args:
-        env: environment with the tokenizer and the limits of a conversation. ``max_tokens`` holds for each sample, and
-            ``max_turns`` for the number of calls.
-        row: opened row of the conversation.
-        sample: function that samples the policy's turn on a row.
-        parser: parser of tool calls in a reply; None leaves them in the text.
-        max_parallel: maximum number of concurrent calls; others wait.
-
-    Attributes:
-        tree: finished calls.
-        counts: counters of the session: ``"agent/calls"``, ``"agent/refused_calls"`` beyond a limit,
-            ``"agent/failed_calls"`` on which the policy failed, and ``"agent/cancelled_calls"``, of which the agent did
-            not await the reply. :meth:`finish` adds ``"agent/orphans"``, sampled replies that the agent did not
-            receive and that are not trained on.
-        limit: stop reason of the first limit that refused a call; None if none did.
-        error: first error of the policy; None if there was none.
-        broken: event that is set with ``error``.
-        version: oldest policy version that sampled a call; None if the policy does not report it.
-    """
+    """Calls of one conversation, and the row that they make. Its methods run on the loop that makes it."""
 
     def __init__(
         self,
@@ -111,6 +72,7 @@ class AgentSession:
         *,
         parser: Parser | None = None,
         max_parallel: int = 16,
+        broken: asyncio.Event | None = None,
     ):
         if env.input_mode != "tokens":
             raise ValueError(f"input_mode={env.input_mode!r} cannot be combined with agents; use 'tokens'")
@@ -119,24 +81,18 @@ class AgentSession:
         self.loop = asyncio.get_running_loop()
         self.tree = CallTree(env.tokenizer, end_ids=env.end_ids, on_rewrite=env.on_rewrite)
         self.counts: Counter[str] = Counter()
-        self.limit: str | None = None
-        self.error: Exception | None = None
-        self.broken = asyncio.Event()
+        self.limit: str | None = None  # stop reason of the first limit that refused a call
+        self.error: Exception | None = None  # first error of the policy
+        self.broken = broken or asyncio.Event()  # set with ``error``
         self._tasks: set[asyncio.Task] = set()
         self._ended = False
         self._first_prompt = tuple(map(message_key, row[keys.QUERY])) if isinstance(row[keys.QUERY], list) else ()
-        self._begun, self.version = 0, None
+        self._begun, self.version = 0, None  # the oldest policy version that sampled a call
 
     # Calls
 
     async def reply(self, ask: Ask) -> Reply:
-        """Sample the policy's reply to a call, in a separate task. Cancelling it cancels the request.
-
-        Raises:
-            RefusedCallError: if a limit is reached, the session has ended, or the call fails before the policy samples.
-                The template may be unable to render the messages.
-            Exception: raised by the policy.
-        """
+        """Sample the policy's reply to a call, in a separate task. Cancelling it cancels the request."""
         if self._ended:
             raise _ended_error()
         self._tasks.add(task := asyncio.current_task())
@@ -222,7 +178,7 @@ class AgentSession:
         row.set(keys.COMPLETION, make_non_tensor([]))
         if self.version is not None:
             row.set(keys.POLICY_VERSION, self.version)
-        self.env._set_context(row, context.tokens, context.mask, context.log_probs)
+        self.env.set_context(row, context.tokens, context.mask, context.log_probs)
         write_sample(row, context)
         if ask.max_tokens is not None:
             own = row.get(keys.MAX_NEW_TOKENS, None)
@@ -243,7 +199,7 @@ class AgentSession:
         text = decode_response(self.env.tokenizer, sampled.tokens.tolist())
         truncated = bool(row[keys.RESPONSE_TRUNCATED].any())
         number = len(self.tree.calls)
-        calls = self._parse(sampled, number) if ask.parse and ask.tools else []
+        calls = self._parse(sampled, number) if ask.tools else []
         message = client_message(text, calls)
         finish = "tool_calls" if calls else "length" if truncated else "stop"
         self.counts["agent/calls"] += 1
@@ -310,16 +266,7 @@ class AgentSession:
     def finish(
         self, reason: str, reward: float = 0.0, call_rewards: Mapping[str, float] | None = None
     ) -> TensorDictBase:
-        """Return the conversation's row with its outcome in ``"next"``.
-
-        Args:
-            reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`.
-            reward: reward that the agent gives, in addition to that of reward functions.
-            call_rewards: further rewards, by the ids of the responses that they are for.
-
-        Raises:
-            ValueError: if ``call_rewards`` has an id of no response.
-        """
+        """Return the conversation's row with its outcome in ``"next"``."""
         rewarded = rewarded_calls(self.tree.calls, call_rewards or {})
         self.count_tree()
         samples, leaves = self.tree.samples(), self.tree.leaves()
@@ -346,7 +293,7 @@ class AgentSession:
         for i, sample in enumerate(samples or [_unsampled(row)]):
             if i:
                 stash_segment(after)
-            self.env._set_context(after, sample.tokens, sample.mask, sample.log_probs)
+            self.env.set_context(after, sample.tokens, sample.mask, sample.log_probs)
             write_sample(after, sample)
         end_row(after, reason)
         return row.set("next", after)
@@ -359,6 +306,111 @@ class AgentSession:
         return messages[size:]
 
 
+class RoleSessions:
+    """Sessions of the roles of one conversation, to be used like one :class:`AgentSession`.
+
+    Limits hold for each role. The row has the samples of all roles that are trained, and ``ROLE_RECORD`` tells whose
+    they are; :func:`~torchrl_rloo.data.segments.split_roles` makes one row of each role of it.
+    """
+
+    def __init__(self, env: ChatEnv, row: TensorDictBase, sample: Sample, *, roles: Sequence[Role], **settings: Any):
+        self.roles, self.broken = roles, asyncio.Event()
+        self.by_role: dict[str, AgentSession] = {}
+        for i, role in enumerate(roles):
+            own = copy_row(row)
+            own.set(keys.ROLE_ID, torch.tensor(i))
+            if (seed := row.get(keys.SEED, None)) is not None:
+                own.set(keys.SEED, torch.tensor(derive_seed(int(seed), role.name)))
+            self.by_role[role.name] = AgentSession(env, own, sample, broken=self.broken, **settings)
+        self._row = row
+
+    @property
+    def _trained(self) -> dict[str, AgentSession]:
+        return {role.name: self.by_role[role.name] for role in self.roles if not role.frozen}
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Counters of all roles."""
+        return sum((session.counts for session in self.by_role.values()), Counter())
+
+    @property
+    def error(self) -> Exception | None:
+        """First error of the policy, by the order of roles."""
+        return next((s.error for s in self.by_role.values() if s.error is not None), None)
+
+    @property
+    def limit(self) -> str | None:
+        """Stop reason of the first limit that refused a call, by the order of roles."""
+        return next((s.limit for s in self.by_role.values() if s.limit is not None), None)
+
+    @property
+    def called(self) -> bool:
+        """True if a role that is trained received a reply."""
+        return any(session.called for session in self._trained.values())
+
+    def end(self) -> None:
+        """Cancel the calls in flight, and refuse others."""
+        for session in self.by_role.values():
+            session.end()
+
+    def last_stop_reason(self) -> str:
+        """Return ``"ended"``, or the stop reason of the first role whose last reply was cut."""
+        reasons = [session.last_stop_reason() for session in self._trained.values() if session.called]
+        return next((reason for reason in reasons if reason != "ended"), "ended")
+
+    def transcript(self) -> list[dict[str, Any]]:
+        """Return the calls of one role after the other, each as of :class:`AgentSession`, with its ``"role"``."""
+        return [{"role": role, **call} for role, session in self.by_role.items() for call in session.transcript()]
+
+    def finish(
+        self,
+        reason: str,
+        reward: float = 0.0,
+        call_rewards: Mapping[str, float] | None = None,
+        role_rewards: Mapping[str, float] | None = None,
+    ) -> TensorDictBase:
+        """Return the conversation's row with its outcome in ``"next"``."""
+        trained = self._trained
+        calls = [call for session in trained.values() for call in session.tree.calls]
+        rewarded = {id(call): 0.0 for call in calls}
+        for call, value in rewarded_calls(calls, call_rewards or {}):
+            rewarded[id(call)] += value
+        samples, record = [], []
+        for role in self.roles:
+            session = self.by_role[role.name]
+            session.count_tree()
+            if role.frozen:
+                continue
+            samples += session.tree.samples()
+            own = reason if reason in ("failed", "time") else session.limit
+            credited: set[int] = set()
+            for leaf in session.tree.leaves():
+                path = [id(call) for call in (*leaf.prompt.path, leaf)]
+                new = [call for call in path if call not in credited]
+                credited.update(path)
+                # A sample earns what its calls did, also those that it shares; the row of a role counts each call once
+                earning = path if role.compare == "conversation" else new
+                record.append(
+                    {
+                        "role": role.name,
+                        "reward": sum(rewarded[call] for call in earning),
+                        "turns": len(new),
+                        "completion": session.completion(leaf),
+                        "reason": own or session.last_stop_reason(),
+                    }
+                )
+        n_calls = sum(len(session.tree.calls) for session in self.by_role.values())
+        row = next(iter(trained.values())).make_row(samples, reason, reward, n_calls)
+        row["next"].set(keys.COMPLETION, make_non_tensor(record[-1]["completion"] if record else []))
+        row["next"].set(keys.ROLE_RECORD[1], make_non_tensor({"samples": record, "rewards": dict(role_rewards or {})}))
+        versions = [s.version for s in trained.values() if s.version is not None]
+        if versions:
+            row.set(keys.POLICY_VERSION, min(versions))
+        if (seed := self._row.get(keys.SEED, None)) is not None:
+            row.set(keys.SEED, seed)
+        return row
+
+
 def _ended_error() -> RefusedCallError:
     return RefusedCallError("the conversation has ended; call no more", "session_ended")
 
@@ -367,12 +419,7 @@ _LIMIT_NAMES = {"turns": "max_turns", "total_tokens": "max_tokens"}
 
 
 def client_message(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the assistant message that an agent receives.
-
-    Args:
-        text: text of the reply.
-        calls: its tool calls, which are removed from the content.
-    """
+    """Return the assistant message that an agent receives."""
     content = without_thinking(text)
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if content != text:

@@ -22,9 +22,8 @@ from torchrl_rloo.agents.agents import (
     read_role_rewards,
     resolve_agent,
 )
-from torchrl_rloo.agents.roles import RoleSessions
 from torchrl_rloo.agents.server import EndpointServer
-from torchrl_rloo.agents.session import AgentSession, Sample
+from torchrl_rloo.agents.session import AgentSession, RoleSessions, Sample
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.segments import Role, make_roles
 from torchrl_rloo.envs.chat import dataset_columns
@@ -120,23 +119,11 @@ class AgentTransform(TurnTransform):
         """Return the endpoint of this process, started."""
         with _STARTING:
             if self._server is None or self._owner != os.getpid():
-                self._server, self._owner = EndpointServer(counts=self.counts).start(), os.getpid()
+                self._server, self._owner = EndpointServer(self.counts).start(), os.getpid()
             return self._server
 
     async def play(self, row: TensorDictBase, sample: Sample) -> TensorDictBase:
-        """Run the agent to its end.
-
-        Args:
-            row: opened row of the conversation.
-            sample: function that samples the policy's turn on a row.
-
-        Returns:
-            The row, with ``"next"`` set as after its last turn.
-
-        Raises:
-            Exception: raised by the policy on a call.
-            BrokenAgentError: if a whole batch of agents failed, and none has ever ended otherwise.
-        """
+        """Run the agent to its end."""
         server = await event_loop.call_at_once(self.server)
         settings = {"parser": self.parser, "max_parallel": self.max_parallel}
         session: AgentSession | RoleSessions
@@ -221,11 +208,7 @@ class AgentTransform(TurnTransform):
             ) from error
 
     async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Refuse a step, since an agent owns its loop.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse a step, since an agent owns its loop."""
         raise RuntimeError("AgentTransform cannot be stepped, since an agent owns its loop; use LLMCollector")
 
     def close(self) -> None:
@@ -277,10 +260,7 @@ def agent_env(
         dataset: rows that the agent receives.
         prompts_per_batch: rows per reset.
         num_generations: conversations per row.
-        parser: see :class:`AgentTransform`.
-        max_parallel: see :class:`AgentTransform`.
-        score: see :class:`AgentTransform`.
-        roles: see :class:`AgentTransform`.
+        parser, max_parallel, score, roles: see :class:`AgentTransform`.
         max_turns: maximum number of calls of an agent, or of each role; None disables it.
         max_seconds: time limit of an agent, in seconds; None disables it.
         transforms: transforms of the rows' columns at a reset.

@@ -288,7 +288,6 @@ DEFINITIONS = {
     "failed",
     "count/shaping/<function>/<unnormalized|clipped>": "scores so far that shaping did not normalize for lack of "
     "statistics, or that it clipped",
-    "count/shaping/truncated_rows": "truncated rows so far whose return was changed for truncation",
     "count/draws/<task>": "prompts so far that a mixture drew from a task",
     "count/zero_signal/<kept|all_wrong|all_right|flat|unanswered>": "groups so far with a signal (kept), or by why "
     "they have none: all rewards 0, all 1, all equal, or fewer than two rows with a reward",

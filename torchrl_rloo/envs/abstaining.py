@@ -20,10 +20,6 @@ def mark_abstaining(env: Any, next_rows: Iterable[TensorDictBase]) -> None:
     """Set every reward of trajectories that abstain to NaN, in place.
 
     Calling it again changes nothing.
-
-    Args:
-        env: see :func:`is_abstaining`.
-        next_rows: rows of the ``"next"`` entry of a step. Those that are not done stay unchanged.
     """
     for row in next_rows:
         if is_abstaining(env, row):
@@ -35,10 +31,6 @@ def is_abstaining(env: Any, next_row: TensorDictBase) -> bool:
 
     It abstains if it failed or was cancelled (:func:`~torchrl_rloo.data.stop_reasons.abstains`), or if the policy
     sampled no token of it. With ``on_time_limit="abstain"`` it also abstains if it ran out of time.
-
-    Args:
-        env: environment whose base has the option ``on_time_limit``; None scores trajectories that ran out of time.
-        next_row: one row of the ``"next"`` entry of a step.
     """
     if not next_row["done"].any():
         return False

@@ -20,10 +20,6 @@ class Profile:
 
     Bins begin at multiples of their width, so that profiles of several processes can be added. Their width doubles
     whenever there would be too many of them.
-
-    Attributes:
-        width: width of a bin in seconds.
-        bins: conversation-seconds by state, in the order of :data:`STATES`, by the number of the bin.
     """
 
     def __init__(self) -> None:
@@ -31,13 +27,7 @@ class Profile:
         self.bins: dict[int, list[float]] = {}
 
     def add(self, start: float, end: float, numbers: list[int]) -> None:
-        """Add an interval in which the numbers of conversations did not change.
-
-        Args:
-            start: begin of the interval, in seconds.
-            end: end of the interval.
-            numbers: number of conversations by state.
-        """
+        """Add an interval in which the numbers of conversations did not change."""
         index, last = int(start / self.width), int(end / self.width)
         if index == last and index in self.bins:  # almost always
             self._fill(self.bins[index], end - start, numbers)
@@ -85,14 +75,7 @@ class Profile:
 
 @dataclass
 class ActivityWindow:
-    """Activity between two calls of :meth:`Activity.take`, or the sum over several processes.
-
-    Attributes:
-        idle: seconds without a conversation.
-        shares: seconds by state; each second with ``n`` conversations gives ``1 / n`` to the state of each.
-        latency: histograms of durations in seconds, by kind.
-        profile: number of conversations in each state over time.
-    """
+    """Activity between two calls of :meth:`Activity.take`, or the sum over several processes."""
 
     idle: float = 0.0
     shares: list[float] = field(default_factory=lambda: [0.0] * len(STATES))
@@ -126,24 +109,7 @@ class ActivityWindow:
 
 
 class Activity:
-    """Record of where conversations spend their time. All calls are made on one thread.
-
-    Args:
-        clock: function that returns the time in seconds.
-
-    Example:
-        >>> time = [0.0]
-        >>> activity = Activity(lambda: time[0])
-        >>> one, other = Presence(activity), Presence(activity)
-        >>> one.enter("engine"), other.enter("tools")
-        (0.0, 0.0)
-        >>> time[0] = 2.0
-        >>> one.leave(), other.leave()
-        (2.0, 2.0)
-        >>> time[0] = 4.0
-        >>> {name: value for name, value in activity.take().timings().items() if value}
-        {'wait/worker/engine': 0.25, 'wait/worker/tools': 0.25, 'wait/worker/idle': 0.5}
-    """
+    """Record of where conversations spend their time. All calls are made on one thread."""
 
     def __init__(self, clock: Callable[[], float] = now):
         self._clock = clock
@@ -190,11 +156,7 @@ class Activity:
 
 
 class Presence:
-    """State of one conversation in an :class:`Activity`.
-
-    Attributes:
-        state: one of :data:`STATES`; None before the first and after the last.
-    """
+    """State of one conversation in an :class:`Activity`."""
 
     def __init__(self, activity: Activity):
         self.activity, self.state = activity, None

@@ -6,11 +6,12 @@ of unequal length in tokens mode, and never sets ``done``.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -46,8 +47,7 @@ from torchrl_rloo.data.templates import (
     to_history,
 )
 from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
-from torchrl_rloo.envs.signature import SignedEnv
-from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
 STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
 CONVERSATION_KEYS = (*STEP_KEYS, keys.COMPLETION, *SAMPLE_KEYS)
@@ -78,6 +78,37 @@ class PromptIds:
         index = int(row[keys.PROMPT_ID])
         unchanged = self.dataset.rows[index][keys.QUERY] == query  # a transform may have rewritten it
         return self._dataset_ids[index] if unchanged else None
+
+
+class SignedEnv:
+    """Mixin of chat environments: it shows their arguments to ``help``, and refuses what TorchRL does with text.
+
+    TorchRL's metaclass hides the signature of ``__init__`` behind ``(*args, **kwargs)``.
+    """
+
+    forwards_to: type | None = None  # class whose keyword arguments replace **kwargs in the signature
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if cls.forwards_to is not None and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            own = {"batch_size", *(parameter.name for parameter in parameters)}
+            forwarded = inspect.signature(cls.forwards_to).parameters.values()
+            parameters[-1:] = [p for p in forwarded if p.kind is p.KEYWORD_ONLY and p.name not in own]
+        cls.__signature__ = inspect.Signature(parameters)
+
+    def append_transform(self, transform: Any) -> Any:
+        """Append a transform; refuse those of TorchRL that edit conversations as text."""
+        refuse_text_transform(transform)
+        return super().append_transform(transform)
+
+    @classmethod
+    def from_dataloader(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: an environment draws prompts from a loaded dataset, not from a data loader as TorchRL's does."""
+        raise TypeError(
+            f"{cls.__name__}.from_dataloader is TorchRL's; use DatasetChatEnv(load_prompts(rows), tokenizer, "
+            "prompts_per_batch=..., num_generations=...), which draws and groups prompts"
+        )
 
 
 class ChatEnv(SignedEnv, EnvBase):
@@ -197,14 +228,7 @@ class ChatEnv(SignedEnv, EnvBase):
         return min(limits, default=None)
 
     def adapt_to(self, policy: Any) -> None:
-        """Take ``context_length`` and ``end_ids`` from a policy; what it does not have stays as it is.
-
-        Args:
-            policy: policy of the conversations, such as a :class:`~torchrl_rloo.modules.turns.TurnPolicy`.
-
-        Raises:
-            ValueError: if the policy has another ``input_mode``.
-        """
+        """Take ``context_length`` and ``end_ids`` from a policy; what it does not have stays as it is."""
         if (mode := getattr(policy, "input_mode", self.input_mode)) != self.input_mode:
             raise ValueError(
                 f"input_mode={mode!r} of the policy cannot be combined with input_mode={self.input_mode!r} of the "
@@ -215,14 +239,7 @@ class ChatEnv(SignedEnv, EnvBase):
         self.end_ids = tuple(getattr(policy, "end_ids", self.end_ids))
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Add one random token as the policy's turn, the same in every row; meant for spec checks.
-
-        Args:
-            tensordict: rows as ``reset`` returns them; None resets the environment.
-
-        Returns:
-            The rows, with the turn set in the entries of ``input_mode``.
-        """
+        """Add one random token as the policy's turn, the same in every row; meant for spec checks."""
         rows = to_lazy_stack(self.reset() if tensordict is None else tensordict)
         token = torch.randint(len(self.tokenizer), (1,))
         for row in rows.unbind(0):
@@ -267,13 +284,6 @@ class ChatEnv(SignedEnv, EnvBase):
 
         A prompt that leaves the policy no token ends the row as truncated, with the stop reason ``"total_tokens"``. The
         row then keeps only as many ids of the prompt as fit.
-
-        Args:
-            row: row with a ``"query"``; what it has of an earlier conversation is dropped.
-            encoded: encoder of the prompts, from :meth:`prompt_ids`.
-
-        Returns:
-            The row, or a copy.
         """
         opened_before = keys.NUM_TURNS in row.keys()
         row = drop_entries(row, CONVERSATION_KEYS)
@@ -299,9 +309,9 @@ class ChatEnv(SignedEnv, EnvBase):
         if self.max_seconds is not None:
             opened[keys.STARTED] = torch.tensor(time.monotonic(), dtype=torch.float64)
         set_entries(row, opened)
-        return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
+        return self.set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
 
-    def _set_context(
+    def set_context(
         self, row: TensorDictBase, tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
     ) -> TensorDictBase:
         """Set what the policy sees at its turn, in place, and limit the turn to the tokens that the row may still add.
@@ -342,30 +352,15 @@ class ChatEnv(SignedEnv, EnvBase):
         return stack_rows([self.step_row(row) for row in tensordict.unbind(0)])
 
     def step_row(self, row: TensorDictBase) -> TensorDictBase:
-        """Take the policy's turn in one conversation.
-
-        Args:
-            row: one row with the policy's turn.
-
-        Returns:
-            The state after it: one row of the ``"next"`` entry of a step.
-        """
+        """Take the policy's turn in one conversation."""
         full, mask, log_probs = self._read_turn(row)
         turn = full[len(row[keys.PROMPT_TOKENS]) :]
         stepped = make_stepped_row(row, decode_response(self.tokenizer, turn.tolist()))
         end_row(stepped, self._turn_stop_reason(row, len(full), len(turn)))
-        return self._set_context(stepped, full, mask, log_probs)
+        return self.set_context(stepped, full, mask, log_probs)
 
     def continue_row(self, row: TensorDictBase, feedback: Messages) -> bool:
-        """Append feedback to a row that was just stepped, in place, and open the policy's next turn.
-
-        Args:
-            row: one row of the ``"next"`` entry of a step.
-            feedback: the messages that answer the policy's turn.
-
-        Returns:
-            False if a limit leaves the policy no further turn; the row then ends as truncated.
-        """
+        """Append feedback to a row that was just stepped, in place, and open the policy's next turn."""
         if (limit := self.limit_reached(row)) is not None:
             end_row(row, limit)
             return False
@@ -398,7 +393,7 @@ class ChatEnv(SignedEnv, EnvBase):
         record_tools(row)
         end_row(row, "running")
         new = torch.tensor(ids, dtype=torch.long)
-        self._set_context(
+        self.set_context(
             row,
             torch.cat([tokens, new]),
             torch.cat([mask, torch.zeros(len(new), dtype=torch.bool)]),
@@ -407,11 +402,7 @@ class ChatEnv(SignedEnv, EnvBase):
         return True
 
     def limit_reached(self, row: TensorDictBase) -> str | None:
-        """Return the stop reason of the turn or time limit that forbids another turn, or None.
-
-        Args:
-            row: one row of the ``"next"`` entry of a step.
-        """
+        """Return the stop reason of the turn or time limit that forbids another turn, or None."""
         if self.max_turns is not None and int(row[keys.NUM_TURNS]) >= self.max_turns:
             return "turns"
         if self.max_seconds is not None and time.monotonic() - float(row[keys.STARTED]) >= self.max_seconds:
@@ -519,7 +510,12 @@ def make_stepped_row(row: TensorDictBase, reply: str) -> TensorDict:
 def dataset_columns(row: TensorDictBase) -> dict[str, Any]:
     """Return the dataset's columns of a row, its query included, with lists in place of tensors."""
     names = [name for name in row.keys() if name == keys.QUERY or name not in keys.RESERVED]
-    return {name: v.tolist() if isinstance(v := row[name], torch.Tensor) else v for name in names}
+    return {name: plain_value(row[name]) for name in names}
+
+
+def plain_value(value: Any) -> Any:
+    """Convert a column's entry back to plain Python values."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def record_tools(row: TensorDictBase) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,13 @@ from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.data.segments import drop_samples
 from torchrl_rloo.data.stop_reasons import name_end
 from torchrl_rloo.envs.abstaining import mark_abstaining
-from torchrl_rloo.envs.chat import ChatEnv
-from torchrl_rloo.envs.signature import SignedEnv, refuse_unknown
+from torchrl_rloo.envs.chat import ChatEnv, SignedEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.rewards.protocol import check_columns
 from torchrl_rloo.rewards.registry import RewardSpec
+from torchrl_rloo.runtime.lookup import did_you_mean
 from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
 
@@ -40,14 +41,7 @@ class ForwardCompose(Compose):
         return tensordict
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Apply the inverse of each transform that has one.
-
-        Args:
-            tensordict: the policy's rows.
-
-        Returns:
-            The transformed rows, or ``tensordict`` itself if no transform has an inverse.
-        """
+        """Apply the inverse of each transform that has one."""
         if all(type(t)._inv_call is Transform._inv_call for t in self.transforms):
             if not any(t.in_keys_inv for t in self.transforms):
                 return tensordict
@@ -73,10 +67,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
             :class:`RewardTransform`. None leaves them to other transforms, or to what follows the collector.
         transforms: transforms between the primer and the rewards, in order, such as tools, feedback and limits.
         after_rewards: transforms after the rewards, in order: score shaping, then a :class:`KLRewardTransform`.
-        shuffle: see :class:`DataLoadingPrimer`.
-        seed: see :class:`DataLoadingPrimer`.
-        epochs: see :class:`DataLoadingPrimer`.
-        sampler: see :class:`DataLoadingPrimer`.
+        shuffle, seed, epochs, sampler: see :class:`DataLoadingPrimer`.
         make_primer: function that makes the primer from the dataset and the arguments above, such as a partial
             :class:`~torchrl_rloo.ray.RayDataLoadingPrimer`.
         **chat: further arguments of :class:`ChatEnv`, such as ``input_mode``, limits and ``template_kwargs``.
@@ -103,7 +94,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
 
-    forwards_to, own_arguments = ChatEnv, frozenset({"batch_size"})
+    forwards_to = ChatEnv
 
     @with_torchrl_arguments
     def __init__(
@@ -123,7 +114,11 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         make_primer: Callable[..., DataLoadingPrimer] = DataLoadingPrimer,
         **chat: Any,
     ):
-        refuse_unknown(type(self), chat, _REMEDIES)
+        known = inspect.signature(type(self)).parameters
+        for name in chat:
+            if name not in known:
+                hint = f": {_REMEDIES[name]}" if name in _REMEDIES else did_you_mean(name, known)
+                raise TypeError(f"{type(self).__name__} got an unknown argument {name!r}{hint}")
         if not isinstance(dataset, PromptDataset):
             raise TypeError(f"dataset is a {type(dataset).__name__}; pass load_prompts(...), which checks its rows")
         _check_transforms(transforms, after_rewards)
@@ -165,13 +160,12 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         return super()._reset_proc_data(tensordict, tensordict_reset)
 
 
-_REWARD_REMEDY = "pass rewards=RewardTransform(functions, {}=...)"
-_REMEDIES = {name: _REWARD_REMEDY.format(name) for name in ("weights", "clip_range", "executor", "quarantine")}
-_REMEDIES |= {
-    "reward_weights": _REWARD_REMEDY.format("weights"),
+_REMEDIES = {
+    **dict.fromkeys(("weights", "clip_range", "executor", "quarantine"), "pass it to rewards=RewardTransform(...)"),
+    "reward_weights": "pass rewards=RewardTransform(functions, weights=...)",
     "batch_size": "it is prompts_per_batch x num_generations",
+    "chat": "pass it to load_prompts",
 }
-_REMEDIES |= {"chat": "pass it to load_prompts"}
 
 
 def _check_transforms(transforms: Sequence[Transform], after_rewards: Sequence[Transform]) -> None:

@@ -17,36 +17,16 @@ from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.turn_transform import TurnTransform
-from torchrl_rloo.runtime import event_loop
 
 
 def step_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     """Step any number of a chat environment's rows.
 
     ``env.step`` requires the environment's whole batch even where ``batch_locked`` is False.
-
-    Args:
-        env: :class:`ChatEnv`, transformed or not.
-        rows: ``[n]`` rows with the policy's turn.
-
-    Returns:
-        The ``[n]`` rows, with ``"next"`` set.
     """
     after = env._step(rows)
     mark_abstaining(env, after.unbind(0))
     return rows.set("next", after)
-
-
-def release_rows(env: EnvBase, rows: Iterable[TensorDictBase]) -> None:
-    """Release what transforms keep for conversations that have ended, and wait until it is done.
-
-    Args:
-        env: the environment that stepped them.
-        rows: rows with a ``"trajectory_id"``.
-    """
-    stateful = _select_stateful(transforms_of(env))
-    if stateful:
-        event_loop.run(_release(stateful, [int(row[keys.TRAJECTORY_ID]) for row in rows]))
 
 
 def transforms_of(env: EnvBase) -> list[Transform]:
@@ -62,13 +42,6 @@ def adapt_to_policy(env: EnvBase, policy: Any) -> None:
     """Let the base environment know its policy's context and end-of-turn ids (:meth:`ChatEnv.adapt_to`).
 
     Collectors call it. An environment of another class stays unchanged.
-
-    Args:
-        env: environment, transformed or not.
-        policy: policy of its conversations.
-
-    Raises:
-        ValueError: if the two have another ``input_mode``.
     """
     while isinstance(env, TransformedEnv):
         env = env.base_env
@@ -83,13 +56,6 @@ def open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     could not open it (:meth:`TurnTransform.reset_failure`). Such a row gets no turn of the policy. Pass it to
     :meth:`RowStepper.truncate` with its own stop reason, and then to :meth:`RowStepper.finish` with its group, where it
     abstains.
-
-    Args:
-        env: transformed :class:`ChatEnv`.
-        rows: ``[n]`` rows that its :class:`DataLoadingPrimer` drew (:meth:`DataLoadingPrimer.draw_groups`).
-
-    Returns:
-        The ``[n]`` rows as ``env.reset`` returns them, except for those that are done.
     """
     opened = _open_rows(env, rows)
     # End the rows that a transform could not open
@@ -174,12 +140,6 @@ class RowStepper:
 
         ``"next"`` is set before transforms work on it, so a conversation that is cancelled during the step can be
         :meth:`truncate`. A row that is done still has to go through :meth:`finish`.
-
-        Args:
-            row: one row with the policy's turn.
-
-        Returns:
-            The row, with ``"next"`` set in place.
         """
         row.set("next", self.base.step_row(row))
         await self._apply(self.turn_transforms, row)
@@ -198,17 +158,7 @@ class RowStepper:
 
     @staticmethod
     def truncate(row: TensorDictBase, reason: str) -> TensorDictBase:
-        """End a conversation at its current state.
-
-        Args:
-            row: one row, after a step, in the middle of one, or before the policy's turn. In the last case ``"next"``
-                becomes the row's current state with reward 0.
-            reason: a name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. For a row that :func:`open_rows`
-                returned as done, it is the row's own stop reason.
-
-        Returns:
-            A copy of the row, so that a transform still in flight cannot write to it.
-        """
+        """End a conversation at its current state."""
         row = row.copy()
         if row.get("next", None) is None:
             row.set("next", row.copy().set("reward", torch.zeros(1, 1)))
@@ -220,9 +170,6 @@ class RowStepper:
 
         Conversations that failed abstain (:func:`~torchrl_rloo.envs.abstaining.mark_abstaining`): all their rewards are
         NaN.
-
-        Args:
-            rows: rows whose ``"next"`` is done, for example those of a group.
         """
         batch, after = stack_rows(rows), stack_rows([row["next"] for row in rows])
         mark_abstaining(self.base, after.unbind(0))

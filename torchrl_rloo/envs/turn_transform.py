@@ -21,11 +21,7 @@ from torchrl_rloo.runtime.lookup import snake_case
 
 
 class EnvTransform(Transform):
-    """Base of environment transforms, which act in ``reset`` and ``step``.
-
-    Raises:
-        TypeError: when a replay buffer reads rows through the transform, which would do nothing to them.
-    """
+    """Base of environment transforms, which act in ``reset`` and ``step``."""
 
     def forward(self, tensordict: TensorDictBase) -> NoReturn:
         """Raise: only a replay buffer calls it."""
@@ -40,10 +36,27 @@ class EnvTransform(Transform):
         return self.forward(tensordict) if self.parent is None else super().inv(tensordict)
 
 
+class CountingTransform(EnvTransform):
+    """Base of transforms with counters of events, which are their state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the counters, for ``state_dict``."""
+        return dict(self.counts)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore the counters, in place."""
+        self.counts.clear()
+        self.counts.update(state)
+
+
 _LOGGER = logging.getLogger(__name__)
 
 
-class TurnTransform(EnvTransform):
+class TurnTransform(CountingTransform):
     """Transform of a :class:`~torchrl_rloo.envs.ChatEnv` that handles each conversation independently of the others.
 
     A subclass implements :meth:`step_row`. In ``env.step`` it runs on all rows concurrently. In an
@@ -74,58 +87,31 @@ class TurnTransform(EnvTransform):
         if TurnTransform in cls.__bases__ and "part" not in vars(cls):
             cls.part = snake_case(cls.__name__.removesuffix("Transform"))
 
-    def __init__(self):
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Process a turn that the policy just took, in place.
 
-        Use :meth:`ChatEnv.continue_row` to answer the turn, and :func:`~torchrl_rloo.data.stop_reasons.end_row` to end
-        the conversation.
-
-        Args:
-            row: the turn: one row with the policy's ids and the dataset's columns.
-            next_row: the state after it. ``next_row["done"]`` is True if the policy ended its turn and nothing has
-                answered it yet, or if a limit ended the conversation.
+        ``row`` has the policy's ids and the dataset's columns, ``next_row`` is the state after it. Its ``"done"`` is
+        True if the policy ended its turn and nothing has answered it yet, or if a limit ended the conversation. Use
+        :meth:`ChatEnv.continue_row` to answer the turn, and :func:`~torchrl_rloo.data.stop_reasons.end_row` to end the
+        conversation.
         """
         raise NotImplementedError
 
     async def release(self, trajectory_id: int) -> None:
-        """Release what is kept for a conversation that has ended or was cancelled; nothing is kept by default.
-
-        Args:
-            trajectory_id: the conversation's ``"trajectory_id"``.
-        """
+        """Release what is kept for a conversation that has ended or was cancelled; nothing is kept by default."""
 
     def reset_failure(self, trajectory_id: int) -> str | None:
-        """Return the stop reason of a conversation that this transform could not open at its reset, or None.
-
-        Args:
-            trajectory_id: the conversation's ``"trajectory_id"``.
-        """
+        """Return the stop reason of a conversation that this transform could not open at its reset, or None."""
         return None
 
     async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Run :meth:`step_row`, and end the conversation if it raises.
-
-        Args:
-            row: see :meth:`step_row`.
-            next_row: see :meth:`step_row`.
-
-        Raises:
-            ValueError: if the query is plain text, which has no turns.
-        """
+        """Run :meth:`step_row`, and end the conversation if it raises."""
         with self.ending_on_error(row, next_row):
             await self.step_row(row, next_row)
 
     @contextmanager
     def ending_on_error(self, row: TensorDictBase, next_row: TensorDictBase) -> Iterator[None]:
-        """End the conversation if the body of the ``with`` statement raises.
-
-        Raises:
-            ValueError: if the query is plain text, which has no turns.
-        """
+        """End the conversation if the body of the ``with`` statement raises."""
         if not is_conversation(row[keys.QUERY]):
             raise ValueError(
                 f"{type(self).__name__} requires queries that are chat messages, got {row[keys.QUERY]!r:.100}"
@@ -156,23 +142,10 @@ class TurnTransform(EnvTransform):
 
     @property
     def chat_env(self) -> ChatEnv:
-        """Base environment.
-
-        Raises:
-            TypeError: if it is not a :class:`ChatEnv`.
-        """
+        """Base environment."""
         env = self.parent
         while hasattr(env, "base_env"):
             env = env.base_env
         if not isinstance(env, ChatEnv):
             raise TypeError(f"{type(self).__name__} requires a ChatEnv as base environment, got {type(env).__name__}")
         return env
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the counters, for ``state_dict``."""
-        return dict(self.counts)
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the counters, in place."""
-        self.counts.clear()
-        self.counts.update(state)

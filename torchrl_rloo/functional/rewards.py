@@ -1,9 +1,9 @@
-"""Scores of reward functions before and as they become returns: sums, moments, calibration, truncated rows."""
+"""Scores of reward functions before and as they become returns: sums, moments, calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,10 +23,6 @@ def combine_rewards(
     if clip_range is not None:
         total = total.clamp(*clip_range)
     return torch.where(rewards.isnan().all(-1), torch.nan, total) if rewards.shape[-1] else total
-
-
-TruncationMode = Literal["keep", "scale", "replace", "penalty", "abstain"]
-TRUNCATION_MODES: tuple[TruncationMode, ...] = ("keep", "scale", "replace", "penalty", "abstain")
 
 
 class Moments(NamedTuple):
@@ -104,32 +100,3 @@ def calibrate_scores(scores: torch.Tensor, temperature: float, bias: float = 0.0
     """
     logits = scores / temperature + bias
     return logits.sigmoid() if sigmoid else logits
-
-
-def shape_truncated_scores(
-    scores: torch.Tensor, truncated: torch.Tensor, weights: torch.Tensor, mode: TruncationMode, value: float = 0.0
-) -> torch.Tensor:
-    """Change the scores of truncated rows, so that their return ``R_i = sum_k w_k r_ik`` becomes that of the mode.
-
-    - ``"keep"``: ``R_i``.
-    - ``"scale"``: ``value * R_i``.
-    - ``"replace"``: ``value``.
-    - ``"penalty"``: ``R_i + value``.
-    - ``"abstain"``: no return; all scores become NaN.
-
-    In ``"replace"`` and ``"penalty"`` each function that answered gets an equal share, so the scores still sum to the
-    return. A row on which all functions abstained still abstains. ``"scale"`` with a value in [0, 1] and ``"replace"``
-    with a negative value are the two forms of ProRL v2's stop-properly penalty.
-    """
-    if mode == "keep":
-        return scores
-    if mode == "abstain":
-        changed = torch.full_like(scores, torch.nan)
-    elif mode == "scale":
-        changed = scores * value
-    else:
-        answered = (~scores.isnan()).to(scores.dtype)
-        total = (answered * weights.to(scores)).sum(-1, keepdim=True)
-        share = value / torch.where(total > 0, total, 1.0)
-        changed = scores + share if mode == "penalty" else torch.where(scores.isnan(), scores, share.expand_as(scores))
-    return torch.where(truncated[:, None], changed, scores)

@@ -9,20 +9,14 @@ import pytest
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.diagnostics import completion_metrics
-from torchrl_rloo.embedded import build_model, build_tokenizer, resolve_task
+from torchrl_rloo.embedded import build_model, resolve_task
 from torchrl_rloo.embedded.resolve import ADDITION, CALCULATOR
-from torchrl_rloo.envs.tasks import Mixture
-from torchrl_rloo.envs.tasks.mixture import mix_prompts
+from torchrl_rloo.envs.tasks.mixture import Mixture, mix_prompts
 from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 
 PARTS = [ADDITION, TASKS["countdown"], TASKS["gsm8k"]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
 
 
 def test_rows_know_their_task_and_have_the_columns_of_all(tokenizer):

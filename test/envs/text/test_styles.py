@@ -13,8 +13,9 @@ import torch
 
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.envs.text import GuessNumber, Outcome, TextSession, text_env, wrap
-from torchrl_rloo.envs.text.adapters import detect_style
+from torchrl_rloo.envs.text import Outcome, TextSession, text_env
+from torchrl_rloo.envs.text.adapters import detect_style, wrap
+from torchrl_rloo.envs.text.games import GuessNumber
 
 # The game: "go on" is answered by "turn <n>" and earns 0.5; "stop" ends it and earns 2.
 OPENING = "Say go on, or stop."
@@ -128,47 +129,6 @@ class AgentInstance:
         }
 
 
-class Rubric:
-    def __init__(self):
-        self.funcs, self.weights, self.parser = [self.goes, self.stops], [0.5, 2.0], None
-
-    async def goes(self, completion, **kwargs):
-        return sum(m["content"] == "go on" for m in completion)
-
-    def stops(self, completion, answer):
-        return float(completion[-1] == {"role": "assistant", "content": "stop"})
-
-
-class Verifiers:
-    """Environment that all conversations share; its state is kept outside."""
-
-    def __init__(self):
-        self.rubric = Rubric()
-
-    async def setup_state(self, state):
-        state["n"] = 0
-        return state
-
-    async def is_completed(self, state, **kwargs):
-        return state["completion"][-1]["content"] == "stop"
-
-    async def env_response(self, messages, state, **kwargs):
-        state["n"] += 1
-        return [{"role": "user", "content": f"turn {state['n']}"}]
-
-
-class OldVerifiers(Verifiers):
-    def setup_state(self, state):
-        return state | {"n": 0}
-
-    def is_completed(self, messages, state):
-        return messages[-1]["content"] == "stop"
-
-    def env_response(self, messages, state):
-        state = state | {"n": state["n"] + 1}
-        return [{"role": "user", "content": f"turn {state['n']}"}], state
-
-
 async def rollout(row, generate) -> float:
     messages = [{"role": "user", "content": OPENING}]
     reward = n = 0
@@ -204,7 +164,6 @@ def text(observation: Observation) -> str:
     return observation.text
 
 
-ONES = {"dataset": load_prompts([{"query": OPENING, "answer": "a"}], chat=True)}
 OPENENV = {"action": Action, "observe": text}
 STYLES: list[tuple[Any, str, dict]] = [
     (Gymnasium, "env", {}),
@@ -218,9 +177,6 @@ STYLES: list[tuple[Any, str, dict]] = [
     (OpenEnvClient, "env", OPENENV),
     (SyncOpenEnvClient, "env", OPENENV),
     (AgentInstance, "openrlhf", {}),
-    (Verifiers(), "verifiers", ONES),
-    (Verifiers, "verifiers", ONES),
-    (OldVerifiers(), "verifiers", ONES),
     (rollout, "rollout", {}),
     (Session, "session", {}),
     (lambda: Session(), "session", {}),
@@ -250,9 +206,7 @@ def test_what_is_no_environment_gets_the_list_of_styles():
         return 0.0
 
     for wrong in (3, object(), dict, lambda a, b: 0, one_argument):
-        with pytest.raises(
-            ValueError, match="style= to one of .*'verifiers': env_response.*'rollout': async def rollout"
-        ):
+        with pytest.raises(ValueError, match="style= to one of .*'env': reset and step.*'rollout': async def rollout"):
             wrap(wrong)
     with pytest.raises(ValueError, match="style='gym' is unknown"):
         wrap(Gymnasium, style="gym")
@@ -331,13 +285,6 @@ def test_the_old_gyms_time_limit_truncates(play: Callable, tokenizer):
     row = play(text_env(Limited, tokenizer, prompts_per_batch=1), say)[0]
     assert stop_reason(row) == "turns" and bool(row[keys.TRUNCATED]) and not bool(row[keys.TERMINATED])
     assert float(row[keys.REWARD]) == 0.25
-
-
-def test_verifiers_limit_of_turns_truncates_and_scores(play: Callable, tokenizer):
-    environment = Verifiers()
-    environment.max_turns = 2
-    row = play(text_env(environment, tokenizer, prompts_per_batch=1, **ONES), say)[0]
-    assert stop_reason(row) == "turns" and int(row[keys.NUM_TURNS]) == 2 and float(row[keys.REWARD]) == 1.0
 
 
 def test_an_end_together_with_a_limit_is_an_end(play: Callable, tokenizer):

@@ -1,4 +1,4 @@
-"""A text environment from the game to the gradient: collectors, evaluation, credit per turn."""
+"""A text environment from the game to the gradient: credit per turn, and feedback without gradient."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, tensor_rows
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.envs.text import GuessNumber, TextTask, text_env
+from torchrl_rloo.envs.text import text_env
 from torchrl_rloo.envs.transforms import KLRewardTransform, TurnRewardTransform
-from torchrl_rloo.evaluation import Evaluation
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
@@ -143,78 +142,3 @@ def test_kl_counts_action_tokens_alone(stored, policy, reference):
     loss = RLOOLoss(trainer, ratio="token", kl_to_ref_coeff=0.5, kl_estimator="k3", aggregation="token_mean")(rows)
     assert float(loss.loss_kl_to_ref) == pytest.approx(0.5 * sum(expected) / len(expected), rel=1e-4)
     assert float(loss.kl_to_ref) == pytest.approx(sum(expected) / len(expected), rel=1e-4)
-
-
-def test_a_step_of_rloo_makes_what_earned_more_likelier(make_model: Callable, bpe):
-    """Give the policy a reward for ending at once, so that one turn decides."""
-
-    class Short:
-        def reset(self, seed=None):
-            self.n = 0
-            return "say"
-
-        def step(self, action):
-            self.n += 1
-            return "more", -float(len(action)), self.n == 2
-
-    model = make_model(bpe, seed=1, end_bias=6.0)
-    policy = TransformersWrapper(model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 24, "seed": 0})
-    env = text_env(Short, bpe, prompts_per_batch=1, num_generations=32, after_rewards=[TurnRewardTransform()])
-    collector = LLMCollector(env, policy)
-    loss_fn = RLOOLoss(policy.get_new_version(generate=False), ratio="token")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    returns = []
-    for _ in range(6):
-        buffer = ReplayBuffer(storage=LazyStackStorage(32), transform=MCAdvantage(32, credit="turn"))
-        rows = collector.collect()
-        returns.append(float(rows[keys.REWARD].mean()))
-        buffer.extend(tensor_rows(rows))
-        optimizer.zero_grad()
-        loss_fn(buffer[:]).loss_objective.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    assert returns[-1] > returns[0] + 0.5 * abs(returns[0]), returns
-
-
-def bisect(turn: int, prompt: str) -> str:
-    low, high = 1, 16
-    for guess, answer in zip(*[iter(prompt.split("<|im_start|>")[2:])] * 2, strict=False):
-        number = int(guess.removeprefix("assistant\n").split("<")[0])
-        low, high = (number + 1, high) if "higher" in answer else (low, number - 1)
-    return str((low + high) // 2)
-
-
-def game() -> GuessNumber:
-    return GuessNumber(1, 16, max_turns=5)
-
-
-def test_a_task_gives_games_that_training_has_not_seen(make_policy: Callable, tokenizer):
-    task = TextTask(game, name="guess", num_seeds=50)
-    train, held_out = task.load(eval_size=6)
-    seeds = [{row["env_seed"] for row in part.rows} for part in (train, held_out)]
-    assert [len(s) for s in seeds] == [50, 6] and not seeds[0] & seeds[1]
-    evaluation = Evaluation(
-        make_policy(bisect),
-        held_out,
-        task.make_scorer(),
-        num_samples=2,
-        extract=None,
-        batch_size=5,
-        make_transforms=task.make_transforms,
-    )
-    metrics = evaluation.run().metrics
-    assert metrics["eval/greedy"] == pytest.approx(metrics["eval/sampled"]) and 0.75 < metrics["eval/greedy"] <= 1.0
-
-
-def test_a_tasks_rows_can_come_from_a_dataset(play: Callable, tokenizer):
-    rows = [{"query": f"game {i}", "low": i, "high": i + 2, "secret": i + 1} for i in range(1, 9)]
-    train, held_out = TextTask(game).load(rows, eval_size=2)
-    assert (len(train), len(held_out)) == (6, 2)
-    env = TextTask(game).env(held_out, tokenizer, prompts_per_batch=2, num_generations=2)
-
-    def upwards(turn: int, prompt: str) -> str:
-        return str(int(prompt.split("number from ")[1].split()[0]) + turn)
-
-    for row in play(env, upwards):
-        assert row[keys.QUERY][0]["content"] == f"Guess a number from {row['low']} to {row['high']}."
-        assert int(row[keys.NUM_TURNS]) == 2 and float(row[keys.REWARD]) == pytest.approx(0.95)

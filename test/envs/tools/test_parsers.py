@@ -299,42 +299,10 @@ def test_thinking_is_left_out(text: str, left: str) -> None:
 # arbitrary text
 
 PIECES = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<function=f>",
-        "</function>",
-        "<parameter=x>",
-        "</parameter>",
-        "<tool>",
-        "</tool>",
-    ),
-    *(
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[CALL_ID]",
-        "<|python_tag|>",
-        "f.call(",
-        "```python\n",
-        "\n```\n",
-        "<think>",
-        "</think>",
-    ),
-    *(
-        '{"name": "f", "arguments": {"x": 1}}',
-        '{"name": "f"',
-        '"arguments": ',
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        "'",
-        "\\",
-        ",",
-        ":",
-    ),
-    *("\n", " ", "f", "1", "True", "é", "\0", "\ud800", "(", ")", ";", "-", "x=", "None"),
+    *"<tool_call> </tool_call> <function=f> </function> <parameter=x> </parameter> <tool> </tool>".split(),
+    *"[TOOL_CALLS] [ARGS] [CALL_ID] <|python_tag|> f.call( <think> </think>".split(),
+    *("```python\n", "\n```\n", '{"name": "f", "arguments": {"x": 1}}', '{"name": "f"', '"arguments": ', "\n", " "),
+    *"{ } [ ] \" ' \\ , : f 1 True é \0 \ud800 ( ) ; - x= None".split(" "),
 ]
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=40).map("".join)
 
@@ -377,55 +345,13 @@ def test_what_a_model_means_is_read(calls: list[tuple[str, dict]], ascii_only: b
 
 
 UNITS = [
-    *(
-        "<tool_call>",
-        '<tool_call>{"',
-        '<tool_call>{"a": "',
-        '<tool_call>["", "',
-        '<tool_call>["","',
-        "<tool_call>{'a': '",
-        "<tool_call>[[",
-    ),
-    *(
-        '<tool_call>{"a":[',
-        '<tool_call>["","a</tool_call>',
-        "</tool_call>",
-        "<tool_call></tool_call>",
-        '<tool_call>"\\"',
-    ),
-    *(
-        "<function=f>",
-        "<function=f><parameter=x>",
-        "<function=f><parameter=x></parameter>",
-        "<function=",
-        "<parameter=x>",
-    ),
-    *(
-        "[TOOL_CALLS]",
-        "[TOOL_CALLS]f",
-        "[TOOL_CALLS]f[ARGS]",
-        '[TOOL_CALLS]f[ARGS]{"',
-        '[TOOL_CALLS]["","',
-        "[TOOL_CALLS]" + " " * 50,
-    ),
-    *(
-        "```python\n",
-        "```\n",
-        "\n",
-        " ",
-        "\t",
-        "{",
-        "[",
-        '{"',
-        "(",
-        "-",
-        "a.",
-        "<|python_tag|>",
-        "f.call(",
-        '{"a":1};',
-        "1",
-    ),
-    *("<tool>", "<think>", "</think>", "<think></think>", "\\", '"', "'"),
+    *"""<tool_call> <tool_call>{" <tool_call>["",""," <tool_call>[[ <tool_call>{"a":[ <tool_call>["","a</tool_call>
+    </tool_call> <tool_call></tool_call> <tool_call>"\\"
+    <function=f> <function=f><parameter=x> <function=f><parameter=x></parameter> <function= <parameter=x>
+    [TOOL_CALLS] [TOOL_CALLS]f [TOOL_CALLS]f[ARGS] [TOOL_CALLS]f[ARGS]{" [TOOL_CALLS]["",""
+    { [ {" ( - a. <|python_tag|> f.call( {"a":1}; 1 <tool> <think> </think> <think></think> \\ " '""".split(),
+    *('<tool_call>{"a": "', '<tool_call>["", "', "<tool_call>{'a': '", "[TOOL_CALLS]" + " " * 50),
+    *("```python\n", "```\n", "\n", " ", "\t"),
 ]
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,32 +23,6 @@ ANIMALS = [
 
 def titles(search: SearchTool, query: str) -> list[str]:
     return [hit.document.title for hit in search.search(query)]
-
-
-def bm25(documents: list[list[str]], query: list[str], k1: float = 1.5, b: float = 0.75) -> list[float]:
-    """Compute Lucene's variant in double precision, one term at a time."""
-    n, mean = len(documents), sum(map(len, documents)) / len(documents)
-    scores = []
-    for document in documents:
-        score = 0.0
-        for word in query:
-            df, tf = sum(word in d for d in documents), document.count(word)
-            if df:
-                idf = math.log(1 + (n - df + 0.5) / (df + 0.5))
-                score += idf * tf / (tf + k1 * (1 - b + b * len(document) / mean))
-        scores.append(score)
-    return scores
-
-
-TEXT = st.lists(st.sampled_from(["ant", "bee", "cat", "dog", "eel"]), min_size=1, max_size=8)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(TEXT, min_size=1, max_size=8), TEXT, st.integers(1, 9))
-def test_scores_are_those_of_the_formula(documents: list[list[str]], query: list[str], k: int) -> None:
-    hits = SearchTool([" ".join(d) for d in documents], k).search(" ".join(query))
-    expected = sorted((s for s in bm25(documents, query) if s > 0), reverse=True)[:k]
-    assert [hit.score for hit in hits] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_best_come_first_with_title_score_and_text() -> None:
@@ -119,14 +91,6 @@ def test_a_jsonl_file(tmp_path: Path) -> None:
     path.write_text('"fine"\n{"title": "no text"}\n')
     with pytest.raises(ValueError, match=r"corpus.jsonl, line 2 must be a string or a mapping with a string 'text'"):
         SearchTool(path)
-
-
-def test_many_threads_search_one_index() -> None:
-    search = SearchTool([f"word{i} word{i + 1} and more" for i in range(500)], k=3)
-    queries = [f"word{i} more" for i in range(400)]
-    alone = [search.call(None, query=query) for query in queries]
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(lambda query: search.call(None, query=query), queries)) == alone
 
 
 @pytest.mark.parametrize(

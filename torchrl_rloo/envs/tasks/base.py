@@ -52,16 +52,7 @@ class TaskBase:
         raise NotImplementedError
 
     def load_held_out(self, source: Any, *, eval_size: int = 256, **kwargs: Any) -> PromptDataset:
-        """Load held-out prompts from a separate source.
-
-        Args:
-            source: source of the prompts.
-            eval_size: maximum number of prompts.
-            **kwargs: options of the subclass.
-
-        Raises:
-            ValueError: if the task cannot hold out prompts of a single source.
-        """
+        """Load held-out prompts from a separate source."""
         raise ValueError(
             f"source={source!r} cannot hold the held-out prompts of every task of a {self.name}; set one per task"
         )
@@ -71,12 +62,7 @@ class TaskBase:
         raise NotImplementedError
 
     def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> Scorer:
-        """Return the evaluation metric, called like a reward; None uses the return that the environment gives.
-
-        Args:
-            rewards: reward functions that the run trains on; None means the task's. They are the metric of a task that
-                has none.
-        """
+        """Return the evaluation metric, called like a reward; None uses the return that the environment gives."""
         raise NotImplementedError
 
     def make_transforms(self) -> list[Transform]:
@@ -84,22 +70,11 @@ class TaskBase:
         return []
 
     def make_sampler(self, dataset: PromptDataset) -> PromptSampler | None:
-        """Return a sampler that chooses the prompts; None draws shuffled epochs.
-
-        Args:
-            dataset: training prompts of :meth:`load`.
-        """
+        """Return a sampler that chooses the prompts; None draws shuffled epochs."""
         return None
 
     def env(self, dataset: PromptDataset, tokenizer: Any, *, prompts_per_batch: int, **kwargs: Any) -> DatasetChatEnv:
-        """Build the environment: the dataset's prompts with the task's transforms, limits and rewards.
-
-        Args:
-            dataset: prompts of :meth:`load`.
-            tokenizer: the policy's tokenizer.
-            prompts_per_batch: see :class:`DatasetChatEnv`.
-            **kwargs: further arguments of :class:`DatasetChatEnv`; they override the task's.
-        """
+        """Build the environment: the dataset's prompts with the task's transforms, limits and rewards."""
         kwargs = dict(self.limits) | kwargs
         if "rewards" not in kwargs and (rewards := self.make_rewards()):
             kwargs["rewards"] = RewardTransform(rewards, weights=self.reward_weights)
@@ -207,11 +182,6 @@ class Task(TaskBase):
 
         If there are more than ``eval_size``, a random choice is taken, which is the same in every run. A test split may
         be sorted by subject or difficulty.
-
-        Args:
-            source: source for :func:`~torchrl_rloo.data.load_prompts`, in the format of the published dataset.
-            eval_size: maximum number of prompts.
-            **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
         """
         held_out = self._load(source, **kwargs)
         if len(held_out) <= eval_size:

@@ -19,22 +19,6 @@ class Mixture(TaskBase):
 
     Rows have the columns of all tasks, None where a row's task has no such column, and ``"task"``, the task's name.
     Each reward scores only its task's rows and abstains on the others, so it is logged separately.
-
-    Args:
-        tasks: at least two single-turn tasks with different names.
-        weights: positive shares of the prompts drawn, one per task; None is proportional to the tasks' prompt counts.
-        options: further arguments of each task's :meth:`Task.load`, such as ``source``, by task name.
-
-    Raises:
-        ValueError: for fewer than two tasks, a duplicate name, invalid weights, or options of an unknown task. Also for
-            a multi-turn task, whose transforms would act on the rows of other tasks.
-
-    Example:
-        >>> from torchrl_rloo.envs.tasks import TASKS
-        >>> mixture = Mixture([TASKS["gsm8k"], TASKS["math"]], weights=[0.7, 0.3])
-        >>> train, held_out = mixture.load("embedded", eval_size=8)
-        >>> sorted({row["task"] for row in held_out.rows})
-        ['gsm8k', 'math']
     """
 
     name = "mixture"
@@ -59,20 +43,7 @@ class Mixture(TaskBase):
         self.reward_weights = [weight for each in own for weight in each]
 
     def load(self, source: Any = None, *, eval_size: int = 256, **kwargs: Any) -> tuple[PromptDataset, PromptDataset]:
-        """Load training and held-out prompts of all tasks.
-
-        Args:
-            source: None for each task's default, ``"embedded"`` for the synthetic rows; set other sources in
-                ``options``.
-            eval_size: number of held-out prompts of all tasks together, divided equally.
-            **kwargs: see :meth:`Task.load`.
-
-        Returns:
-            ``(train, held_out)``.
-
-        Raises:
-            ValueError: for another source, or if some tasks have text prompts and others messages.
-        """
+        """Load training and held-out prompts of all tasks."""
         for name, value in (("source", source), ("eval_source", kwargs.get("eval_source"))):
             if value is not None and (name, value) != ("source", "embedded"):
                 raise ValueError(
@@ -103,20 +74,7 @@ class Mixture(TaskBase):
 
 
 def mix_prompts(datasets: Mapping[str, PromptDataset]) -> PromptDataset:
-    """Concatenate datasets, with the name of each in the column ``"task"``.
-
-    Args:
-        datasets: prompts by name.
-
-    Raises:
-        ValueError: if a dataset has a column ``"task"``, or prompts are text in some datasets and messages in others.
-
-    Example:
-        >>> from torchrl_rloo.data import load_prompts
-        >>> a, b = load_prompts([{"prompt": "1+1?", "answer": "2"}]), load_prompts([{"prompt": "Hi!", "n": 3}])
-        >>> mix_prompts({"sums": a, "chat": b})[1]
-        {'query': 'Hi!', 'task': 'chat', 'answer': None, 'n': 3}
-    """
+    """Concatenate datasets, with the name of each in the column ``"task"``."""
     kinds = {name: dataset.conversational for name, dataset in datasets.items()}
     if len(set(kinds.values())) > 1:
         raise ValueError(f"prompts are messages in some datasets and text in others ({kinds}); set chat= for all")

@@ -1,17 +1,13 @@
 """Text environments of any common interface, as conversations to train on."""
 
-from torchrl_rloo.envs.text.adapters import MLGymWrapper, wrap
-from torchrl_rloo.envs.text.games import GuessNumber
+from torchrl_rloo.envs.text.adapters import MLGymWrapper
 from torchrl_rloo.envs.text.session import Outcome, TextSession
-from torchrl_rloo.envs.text.transform import TextEnvTransform, TextTask, text_env
+from torchrl_rloo.envs.text.transform import TextEnvTransform, text_env
 
 __all__ = [
-    "GuessNumber",
     "MLGymWrapper",
     "Outcome",
     "TextEnvTransform",
     "TextSession",
-    "TextTask",
     "text_env",
-    "wrap",
 ]

@@ -31,13 +31,6 @@ class EnvSession(TextSession):
     arguments that are ``seed``, ``options`` (a dictionary of the dataset's columns) or names of columns. With
     ``**kwargs`` it receives the seed and all columns, and ``options`` only if it names them. The older Gym's
     ``seed(seed)`` is called before a ``reset`` that takes no seed.
-
-    Args:
-        env: environment of this conversation only.
-        action: function from the policy's text to what ``step`` takes; None passes the text. Like the environment, it
-            may be slow: it runs on a thread, or on the users' loop if it is async.
-        observe: function from an observation to text or messages, called like ``action``; None uses the observation
-            itself.
     """
 
     def __init__(
@@ -67,11 +60,7 @@ class EnvSession(TextSession):
         return await self._text(getattr(result, "observation", result))
 
     async def step(self, text: str) -> Outcome:
-        """Step the environment; see :meth:`TextSession.step`.
-
-        Raises:
-            TypeError: if ``step`` returns an unknown result.
-        """
+        """Step the environment; see :meth:`TextSession.step`."""
         return await self._outcome(*await self._take(text))
 
     async def _take(self, text: str) -> tuple[Any, Any, bool, bool, Any]:
@@ -122,11 +111,6 @@ class OpenRLHFSession(TextSession):
     column). ``step`` gets ``"observation_text"``, ``"action_text"`` and ``"label"``. Observations and feedback become
     the contents of messages. An agent that writes a chat template's markers into them needs an ``observe`` that removes
     these.
-
-    Args:
-        agent: agent of this conversation only.
-        observe: function from ``"observation"`` and ``"environment_feedback"`` to text or messages, called on a thread,
-            or on the users' loop if it is async; None uses them as they are.
     """
 
     def __init__(self, agent: Any, *, observe: Callable[[Any], str | Messages] | None = None):
@@ -170,89 +154,6 @@ class OpenRLHFSession(TextSession):
         return messages
 
 
-class VerifiersSession(TextSession):
-    """Session of a ``verifiers`` environment, which many conversations may share.
-
-    ``env_response(messages, state)`` returns messages, text, or a pair of messages and state. ``is_completed``, of
-    ``(messages, state)`` or ``(state)``, returns whether the conversation has ended. These and ``setup_state(state)``
-    may be async. The state has ``prompt``, ``completion``, ``answer``, ``info``, ``task``, ``turn`` and
-    ``trajectory``.
-
-    The prompt is the row's query. When the environment ends, the rubric's functions are called with the arguments that
-    they name, and their weighted sum is the reward. A conversation that a limit of the run ends is not scored.
-
-    Args:
-        env: the environment. It may have ``max_turns``, which truncates, and a ``rubric`` with ``funcs`` and
-            ``weights``.
-    """
-
-    def __init__(self, env: Any):
-        self.env = env
-        self.state: dict[str, Any] = {}
-        self._messages: Messages = []
-
-    async def reset(self, row: dict[str, Any]) -> None:
-        """Make the state; the prompt is the row's query. See :meth:`TextSession.reset`."""
-        prompt = as_messages(row[keys.QUERY], "a query")
-        self._messages = list(prompt)
-        self.state = dict(row) | {"prompt": prompt, "completion": [], "turn": 0, "trajectory": [], "responses": []}
-        for name, default in (("answer", ""), ("info", {}), (keys.TASK, "default")):
-            self.state.setdefault(name, default)
-        if callable(setup := getattr(self.env, "setup_state", None)):
-            self.state = await call(setup, self.state) or self.state
-
-    async def step(self, text: str) -> Outcome:
-        """Check whether the environment ends, and otherwise get its answer; see :meth:`TextSession.step`."""
-        # Record the turn
-        reply = {"role": "assistant", "content": text}
-        self.state["trajectory"].append({"prompt": list(self._messages), "completion": [reply]})
-        self._extend([reply])
-        self.state["turn"] += 1
-        # End before the answer, or with it
-        max_turns = getattr(self.env, "max_turns", -1)
-        if await self._completed():
-            return await self._end()
-        if isinstance(max_turns, int) and 0 < max_turns <= self.state["turn"]:
-            return await self._end(truncated=True)
-        answer = await call(self.env.env_response, list(self._messages), self.state)
-        if isinstance(answer, tuple):
-            answer, self.state = answer
-        answer = as_messages(answer, "the answer of env_response") if answer else []
-        self._extend(answer)
-        if not answer or self.state.get("final_env_response") or await self._completed():
-            return await self._end()
-        return Outcome(feedback=answer)
-
-    def _extend(self, messages: Messages) -> None:
-        self._messages += messages
-        self.state["completion"] = self._messages[len(self.state["prompt"]) :]
-
-    async def _completed(self) -> bool:
-        if not callable(test := getattr(self.env, "is_completed", None)):
-            return False
-        positional = [p for p in inspect.signature(test).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        given = (self.state,) if len(positional) == 1 else (list(self._messages), self.state)
-        return bool(await call(test, *given))
-
-    async def _end(self, truncated: bool = False) -> Outcome:
-        rubric = getattr(self.env, "rubric", None)
-        functions = _first(rubric, "funcs", "reward_funcs")
-        weights = _first(rubric, "weights", "reward_weights") or [1.0] * len(functions)
-        scores = {getattr(f, "__name__", str(i)): await self._score(f, rubric) for i, f in enumerate(functions)}
-        reward = sum(weight * score for weight, score in zip(weights, scores.values(), strict=True))
-        return Outcome(reward=reward, terminated=not truncated, truncated=truncated, metrics=scores)
-
-    async def _score(self, function: Callable[..., Any], rubric: Any) -> float:
-        names = ("prompt", "completion", "answer", "info", keys.TASK)
-        given = {"parser": getattr(rubric, "parser", None), "state": self.state} | {n: self.state[n] for n in names}
-        named, anything = _parameters(function)
-        return _number(await call(function, **{n: v for n, v in given.items() if anything or n in named}))
-
-
-def _first(holder: Any, *names: str) -> list[Any]:
-    return list(next((found for name in names if isinstance(found := getattr(holder, name, None), list)), []))
-
-
 def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:
     """Return the names of a function's arguments, and whether it takes any keyword argument."""
     parameters = inspect.signature(function).parameters.values()
@@ -282,12 +183,7 @@ Scores = tuple[float, float]
 
 
 def read_scores(observation: str) -> Scores | None:
-    """Return the evaluation's score and the baseline's in an answer of MLGym, or None if it has no evaluation.
-
-    Example:
-        >>> read_scores("Baseline Score: {'Score': 0.5}\\nEvaluation Score: {'Score': 0.75}")
-        (0.75, 0.5)
-    """
+    """Return the evaluation's score and the baseline's in an answer of MLGym, or None if it has no evaluation."""
     found = [re.search(_SCORE.format(name), observation) for name in ("Evaluation", "Baseline")]
     return None if None in found else (float(found[0].group(1)), float(found[1].group(1)))
 
@@ -299,7 +195,7 @@ class MLGymWrapper(EnvSession):
     observation may be missing, ``step`` may lack ``truncated``, and the reward is 0.
 
     - The policy's command is the last block between triple backticks in its turn. A turn without one gets
-      ``format_message`` and ``format_reward``, and does not step the environment.
+      a message and ``format_reward``, and does not step the environment.
     - The reward of an evaluation is the change of its score since the last one, or since the baseline's. So the return
       is the last score minus the baseline's, and repeated evaluations earn nothing.
 
@@ -313,7 +209,6 @@ class MLGymWrapper(EnvSession):
             appended to each observation. None appends nothing.
         scores: function from an observation to ``(evaluation, baseline)`` or None; see :func:`read_scores`.
         lower_is_better: whether a smaller score is better.
-        format_message: feedback to a turn without a command.
         format_reward: reward of a turn without a command.
 
     Example::
@@ -333,13 +228,12 @@ class MLGymWrapper(EnvSession):
         state: Callable[[Any], str] | None = None,
         scores: Callable[[str], Scores | None] = read_scores,
         lower_is_better: bool = False,
-        format_message: str = FORMAT,
         format_reward: float = 0.0,
     ):
         super().__init__(env)
         self.task, self.state, self.scores = task, state, scores
         self.sign = -1.0 if lower_is_better else 1.0
-        self.format_message, self.format_reward = format_message, format_reward
+        self.format_reward = format_reward
         self._last: float | None = None
 
     async def reset(self, row: dict[str, Any]) -> Messages | None:
@@ -353,7 +247,7 @@ class MLGymWrapper(EnvSession):
         """Run the turn's command; see :meth:`TextSession.step`."""
         blocks = _BLOCK.findall(text)
         if not blocks:
-            return Outcome(feedback=self.format_message, reward=self.format_reward)
+            return Outcome(feedback=FORMAT, reward=self.format_reward)
         observation, reward, *ended, info = await self._take(blocks[-1].strip())
         outcome = await self._outcome(observation, reward, *ended, info)
         if (found := self.scores(observation or "")) is None:
@@ -380,11 +274,10 @@ class MLGymWrapper(EnvSession):
 STYLES = {
     "env": "reset and step, as in Gymnasium, the older Gym or OpenEnv",
     "openrlhf": "async reset(states) and step(states), as in OpenRLHF's agents",
-    "verifiers": "env_response(messages, state) and is_completed, as in verifiers",
     "rollout": "async def rollout(row, generate) -> float | None",
     "session": "a TextSession",
 }
-_ADAPTERS = {"env": EnvSession, "openrlhf": OpenRLHFSession, "verifiers": VerifiersSession, "rollout": RolloutSession}
+_ADAPTERS = {"env": EnvSession, "openrlhf": OpenRLHFSession, "rollout": RolloutSession}
 
 
 def wrap(
@@ -394,34 +287,7 @@ def wrap(
     action: Callable[[str], Any] | None = None,
     observe: Callable[[Any], Any] | None = None,
 ) -> Callable[[], TextSession]:
-    """Return a function that makes a separate session for each conversation.
-
-    Args:
-        environment: one of
-
-            - a class of environments,
-            - a sync or async function without arguments that makes an environment,
-            - an environment, of which each conversation gets a deep copy; in the ``verifiers`` style, whose state is
-              kept outside, all share it,
-            - an async rollout function.
-
-        style: name in :data:`STYLES`; None detects the style.
-        action: function from the policy's text to what ``step`` takes, such as an OpenEnv action; None passes the text.
-        observe: function from an observation to text or messages; None uses the observation itself.
-
-    Returns:
-        A function without arguments that makes a :class:`TextSession`.
-
-    Raises:
-        ValueError: for an unknown style, an environment without a known style, or an option that its style does not
-            have.
-
-    Example:
-        >>> from torchrl_rloo.envs.text.games import GuessNumber
-        >>> make_session = wrap(lambda: GuessNumber(1, 8))
-        >>> isinstance(make_session(), TextSession)
-        True
-    """
+    """Return a function that makes a separate session for each conversation."""
     if style is not None and style not in STYLES:
         raise ValueError(f"style={style!r} is unknown; valid: {_list_styles()}")
     options = {name: f for name, f in (("action", action), ("observe", observe)) if f is not None}
@@ -437,23 +303,10 @@ def wrap(
 
 
 def detect_style(environment: Any) -> str:
-    """Return the style of an environment, or of a class of environments.
-
-    Args:
-        environment: see :func:`wrap`.
-
-    Returns:
-        A name in :data:`STYLES`.
-
-    Raises:
-        ValueError: if no style fits; the message lists the styles.
-    """
-    # Styles with a distinctive class or method
+    """Return the style of an environment, or of a class of environments."""
     kind = environment if inspect.isclass(environment) else type(environment)
     if issubclass(kind, TextSession):
         return "session"
-    if callable(getattr(kind, "env_response", None)):
-        return "verifiers"
     # Styles with a step method; OpenRLHF's takes its states
     step = getattr(kind, "step", None) or getattr(environment, "step", None)
     if callable(step):
@@ -472,7 +325,7 @@ def _is_factory(environment: Any) -> bool:
     """Return whether it is a function that makes an environment."""
     if inspect.isclass(environment) or not callable(environment):
         return False
-    if any(hasattr(environment, name) for name in ("reset", "step", "env_response")):
+    if any(hasattr(environment, name) for name in ("reset", "step")):
         return False
     return _required(environment) == 0
 
@@ -528,10 +381,9 @@ class _Wrapped(TextSession):
             agent = environment.__new__(environment)  # the class of an actor, whose constructor is awaited
             await call(agent.__init__)
             return agent
-        # Instances of these styles keep no state of a conversation, so all share them
-        if self.style in ("rollout", "verifiers"):
+        if self.style == "rollout":  # a function keeps no state of a conversation
             return environment
-        # Copy other instances, whose state belongs to one conversation
+        # Copy instances, whose state belongs to one conversation
         try:
             return await call(copy.deepcopy, environment)
         except Exception as error:

@@ -14,27 +14,6 @@ class GuessNumber:
     """Game of guessing a secret number; each wrong guess is answered by ``"higher"`` or ``"lower"``.
 
     The last number in a turn is the guess. A turn without a number is answered by ``"number?"`` and counts as a guess.
-
-    Args:
-        low: lowest possible secret.
-        high: highest possible secret.
-        max_turns: number of guesses before the game is lost. Bisection finds one of ``2**n - 1`` numbers in ``n``.
-        turn_cost: cost of a wrong guess, whose reward is ``-turn_cost``; the right one's is 1.
-
-    Attributes:
-        secret: the secret number.
-
-    Raises:
-        ValueError: for a range that is empty or not within nine digits, or ``max_turns`` below 1.
-
-    Example:
-        >>> game = GuessNumber(1, 8, max_turns=4)
-        >>> game.reset(seed=0)[0], game.secret
-        ('Guess a number from 1 to 8.', 7)
-        >>> game.step("4")
-        ('higher', -0.05, False, False, {'found': False})
-        >>> game.step("7")
-        ('yes', 1.0, True, False, {'found': True})
     """
 
     def __init__(self, low: int = 1, high: int = 32, max_turns: int = 6, *, turn_cost: float = 0.05):
@@ -51,18 +30,7 @@ class GuessNumber:
             )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Draw the secret.
-
-        Args:
-            seed: seed of the secret; None draws an unseeded one.
-            options: overrides of ``"low"``, ``"high"`` and ``"secret"``; other keys are ignored.
-
-        Returns:
-            ``(observation, {})``, the observation being the task in words.
-
-        Raises:
-            ValueError: for an empty range.
-        """
+        """Draw the secret."""
         options = options or {}
         self.low, self.high = int(options.get("low", self.low)), int(options.get("high", self.high))
         self._check_range()
@@ -71,15 +39,7 @@ class GuessNumber:
         return f"Guess a number from {self.low} to {self.high}.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Process a guess.
-
-        Args:
-            action: the player's text.
-
-        Returns:
-            ``(answer, reward, terminated, truncated, {"found": bool})``. A lost game is terminated, not truncated,
-            since ``max_turns`` is a rule of the game.
-        """
+        """Process a guess."""
         self.turns += 1
         numbers = [n for n in _NUMBER.findall(action) if len(n) <= _MAX_DIGITS]
         guess = int(numbers[-1]) if numbers else None

@@ -47,23 +47,15 @@ class TextSession:
     """
 
     async def reset(self, row: dict[str, Any]) -> str | Messages | None:
-        """Open the conversation.
+        """Return the prompt as text (a user message) or messages; None uses the row's query.
 
-        Args:
-            row: the dataset's columns, including ``"query"``, and ``"env_seed"``. The members of a group have the same
-                ``"env_seed"``, and their sessions must return the same prompt.
-
-        Returns:
-            The prompt, as text (a user message) or messages; None uses the row's query.
+        ``row`` has the dataset's columns, ``"query"`` included, and ``"env_seed"``. The members of a group have the
+        same ``"env_seed"``, and their sessions must return the same prompt.
         """
         raise NotImplementedError
 
     async def step(self, text: str) -> Outcome:
-        """Process a turn that the policy has ended.
-
-        Args:
-            text: the policy's text.
-        """
+        """Process the text of a turn that the policy has ended."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -71,15 +63,7 @@ class TextSession:
 
 
 def as_messages(said: Any, what: str) -> Messages:
-    """Convert text to a user message, and copy messages.
-
-    Args:
-        said: text or messages.
-        what: name of the value, for the error.
-
-    Raises:
-        TypeError: if ``said`` is neither text nor messages.
-    """
+    """Convert text to a user message, and copy messages."""
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
     if is_conversation(said) and all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in said):
@@ -100,17 +84,6 @@ class RolloutSession(TextSession):
     call must repeat the conversation so far, including the unchanged reply, and append new messages, the feedback. The
     function returns the reward of the last turn; None is 0. If a limit ends the conversation, the function is cancelled
     while it waits for a reply.
-
-    Args:
-        function: the rollout function.
-
-    Example::
-
-        async def rollout(row, generate):
-            messages = [{"role": "user", "content": row["question"]}]
-            reply = await generate(messages)
-            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Are you sure?"}]
-            return float(row["answer"] in await generate(messages))
     """
 
     def __init__(self, function: Callable[[dict[str, Any], Generate], Awaitable[float | None]]):
@@ -121,14 +94,7 @@ class RolloutSession(TextSession):
         self._events: asyncio.Queue[Outcome | BaseException] = asyncio.Queue()
 
     async def reset(self, row: dict[str, Any]) -> Messages:
-        """Start the function, and wait for its first call of ``generate``.
-
-        Args:
-            row: see :meth:`TextSession.reset`.
-
-        Raises:
-            ValueError: if the function returns without a call.
-        """
+        """Start the function, and wait for its first call of ``generate``."""
         self._task = asyncio.ensure_future(self._run(row))
         outcome = await self._next()
         if outcome.terminated:
@@ -138,11 +104,7 @@ class RolloutSession(TextSession):
         return outcome.feedback
 
     async def step(self, text: str) -> Outcome:
-        """Pass the reply to the function, and wait until it calls ``generate`` again or returns.
-
-        Args:
-            text: the policy's reply.
-        """
+        """Pass the reply to the function, and wait until it calls ``generate`` again or returns."""
         self._conversation = [*self._conversation, {"role": "assistant", "content": text}]
         reply, self._reply = self._reply, None
         reply.set_result(text)

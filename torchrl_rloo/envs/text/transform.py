@@ -6,9 +6,8 @@ import asyncio
 import logging
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,16 +15,14 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.prompts import PromptDataset, load_prompts, split_prompts
+from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.chat import PromptIds, dataset_columns
 from torchrl_rloo.envs.dataset import DatasetChatEnv
-from torchrl_rloo.envs.tasks.base import EMBEDDED, TaskBase
 from torchrl_rloo.envs.text.adapters import ENV_SEED, wrap
 from torchrl_rloo.envs.text.session import Outcome, TextSession, as_messages
 from torchrl_rloo.envs.turn_transform import TurnTransform
-from torchrl_rloo.rewards.protocol import RewardFunction
 from torchrl_rloo.runtime import event_loop
 
 _LOGGER = logging.getLogger(__name__)
@@ -58,7 +55,7 @@ class TextEnvTransform(TurnTransform):
     the reason is ``"total_tokens"``, and the trajectory abstains as well.
 
     Args:
-        make_session: factory of a conversation's session, see :func:`~torchrl_rloo.envs.text.wrap`.
+        make_session: factory of a conversation's session, see :func:`~torchrl_rloo.envs.text.adapters.wrap`.
         timeout: time limit of a session's opening, closing and each turn, in seconds; None disables it. A sync
             environment that takes longer is abandoned on its thread.
         system_prompt: system message of openings that have none; None adds none.
@@ -75,7 +72,7 @@ class TextEnvTransform(TurnTransform):
             many failed consecutively.
 
     Example:
-        >>> from torchrl_rloo.envs.text import GuessNumber, wrap
+        >>> from torchrl_rloo.envs.text.games import GuessNumber
         >>> TextEnvTransform(wrap(GuessNumber), timeout=5.0).counts["text_env/failed"]
         0
     """
@@ -201,11 +198,7 @@ class TextEnvTransform(TurnTransform):
         return {ENV_SEED: zlib.crc32(repr(sorted(columns.items())).encode())} | columns
 
     async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Process a turn; see :meth:`TurnTransform.process_turn`.
-
-        Raises:
-            KeyError: if this transform did not reset the row, which is an error of the caller.
-        """
+        """Process a turn; see :meth:`TurnTransform.process_turn`."""
         if (trajectory_id := int(row[keys.TRAJECTORY_ID])) not in self._held:
             raise KeyError(f"trajectory_id={trajectory_id} is unknown; reset its row with this transform")
         await super().process_turn(row, next_row)
@@ -273,103 +266,9 @@ def _abstain(next_row: TensorDictBase) -> None:
     next_row.set("reward", torch.full_like(next_row["reward"], torch.nan))
 
 
-_FIRST_HELD_OUT = 1_000_000_000  # no run trains on seeds from here on
-
-
-class TextTask(TaskBase):
-    """Task of a text environment, in any style of :func:`wrap`, for runs and evaluations.
-
-    Args:
-        environment: see :func:`wrap`.
-        name: name of the task.
-        num_seeds: number of distinct games to train on if there is no dataset.
-        rewards: reward functions in addition to the environment's rewards.
-        system_prompt: see :class:`TextEnvTransform`.
-        timeout: see :class:`TextEnvTransform`.
-        style: see :func:`wrap`.
-        action: see :func:`wrap`.
-        observe: see :func:`wrap`.
-        limits: limits of a conversation, as arguments of :class:`~torchrl_rloo.envs.ChatEnv`.
-
-    Raises:
-        ValueError: if ``num_seeds`` is out of range, or :func:`wrap` rejects the environment.
-
-    Example:
-        >>> from torchrl_rloo.embedded import build_tokenizer
-        >>> from torchrl_rloo.envs.text.games import GuessNumber
-        >>> task = TextTask(lambda: GuessNumber(1, 8, max_turns=4))
-        >>> train, held_out = task.load(eval_size=8)
-        >>> env = task.env(train, build_tokenizer(), prompts_per_batch=2, num_generations=2)
-        >>> env.reset()["query"][0]
-        [{'role': 'user', 'content': 'Guess a number from 1 to 8.'}]
-    """
-
-    reward_weights = None
-
-    def __init__(
-        self,
-        environment: Any,
-        *,
-        name: str = "text",
-        num_seeds: int = 10_000,
-        rewards: Sequence[RewardFunction] = (),
-        system_prompt: str | None = None,
-        timeout: float | None = 60.0,
-        style: str | None = None,
-        action: Callable[[str], Any] | None = None,
-        observe: Callable[[Any], Any] | None = None,
-        limits: Mapping[str, Any] = MappingProxyType({}),
-    ):
-        if not 1 <= num_seeds <= _FIRST_HELD_OUT:
-            raise ValueError(f"num_seeds={num_seeds} must be between 1 and {_FIRST_HELD_OUT}")
-        self.make_session = wrap(environment, style=style, action=action, observe=observe)
-        self.name, self.num_seeds, self.limits = name, num_seeds, limits
-        self.rewards, self.settings = list(rewards), {"system_prompt": system_prompt, "timeout": timeout}
-
-    def load(
-        self, source: Any = None, *, eval_size: int = 256, seed: int = 0, **kwargs: Any
-    ) -> tuple[PromptDataset, PromptDataset]:
-        """Load training and held-out games.
-
-        Args:
-            source: source of rows for :func:`~torchrl_rloo.data.load_prompts`, whose columns are passed to ``reset``.
-                None or ``"embedded"`` uses rows of seeds.
-            eval_size: number of held-out games.
-            seed: seed of the split of the source's rows.
-            **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
-
-        Returns:
-            ``(train, held_out)``.
-
-        Raises:
-            ValueError: if ``kwargs`` other than ``tokenizer`` are given for rows of seeds.
-        """
-        if source in (None, EMBEDDED):
-            if unused := sorted(name for name, value in kwargs.items() if value and name != "tokenizer"):
-                raise ValueError(f"{unused} require a source of rows; set source, or omit them")
-            return seed_dataset(self.num_seeds), seed_dataset(eval_size, _FIRST_HELD_OUT)
-        return split_prompts(load_prompts(source, **({"chat": True} | kwargs)), eval_size, seed)
-
-    def make_rewards(self) -> list[RewardFunction]:
-        """Return the reward functions in addition to the environment's rewards."""
-        return list(self.rewards)
-
-    def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> None:
-        """Return None: the metric is the return that the environment gives."""
-
-    def make_transforms(self) -> list[Transform]:
-        """Return one new :class:`TextEnvTransform`."""
-        return [TextEnvTransform(self.make_session, **self.settings)]
-
-
-def seed_dataset(size: int, first: int = 0) -> PromptDataset:
-    """Return rows that have only an ``"env_seed"``, for an environment that makes its prompts itself.
-
-    Args:
-        size: number of rows.
-        first: first seed; the rows have consecutive seeds.
-    """
-    return PromptDataset({keys.QUERY: PLACEHOLDER_PROMPT, ENV_SEED: seed} for seed in range(first, first + size))
+def seed_dataset(size: int) -> PromptDataset:
+    """Return rows that have only an ``"env_seed"``, for an environment that makes its prompts itself."""
+    return PromptDataset({keys.QUERY: PLACEHOLDER_PROMPT, ENV_SEED: seed} for seed in range(size))
 
 
 def text_env(
@@ -388,22 +287,25 @@ def text_env(
     transforms: Sequence[Transform] = (),
     **kwargs: Any,
 ) -> DatasetChatEnv:
-    """Build an environment for a collector from a text environment; use :class:`TextTask` for evaluation as well.
+    """Build an environment for a collector from a text environment.
 
     Args:
-        environment: see :func:`wrap`.
+        environment: a class of environments, a function without arguments that makes one, or an async rollout function.
+            Of an environment, each conversation gets a deep copy.
         tokenizer: the policy's tokenizer.
         prompts_per_batch: games per reset.
         num_generations: conversations per game.
         dataset: rows whose columns are passed to the environment's ``reset``; None uses rows of seeds.
         num_seeds: number of distinct games. None is 10,000; cannot be combined with ``dataset``.
-        system_prompt: see :class:`TextEnvTransform`.
-        timeout: see :class:`TextEnvTransform`.
-        style: see :func:`wrap`.
-        action: see :func:`wrap`.
-        observe: see :func:`wrap`.
+        system_prompt, timeout: see :class:`TextEnvTransform`.
+        style: name in :data:`~torchrl_rloo.envs.text.adapters.STYLES`; None detects the style.
+        action: function from the policy's text to what ``step`` takes, such as an OpenEnv action; None passes the text.
+        observe: function from an observation to text or messages; None uses the observation itself.
         transforms: transforms that answer turns before the environment sees them, such as tools.
         **kwargs: further arguments of :class:`~torchrl_rloo.envs.DatasetChatEnv`, such as ``rewards``, ``max_turns``.
+
+    Raises:
+        ValueError: if ``num_seeds`` is below 1 or combined with ``dataset``, or :func:`wrap` rejects the environment.
 
     Example:
         >>> from torchrl_rloo.embedded import build_tokenizer
@@ -412,16 +314,15 @@ def text_env(
         >>> env.reset()["query"][0]
         [{'role': 'user', 'content': 'Guess a number from 1 to 32.'}]
     """
-    wrapped = {"style": style, "action": action, "observe": observe}
-    if dataset is not None and num_seeds is not None:
-        raise ValueError(f"num_seeds={num_seeds} cannot be combined with dataset; omit it")
-    sizes = {} if num_seeds is None else {"num_seeds": num_seeds}
-    task = TextTask(environment, **sizes, system_prompt=system_prompt, timeout=timeout, **wrapped)
-    return task.env(
-        seed_dataset(task.num_seeds) if dataset is None else dataset,
+    if num_seeds is not None and (num_seeds < 1 or dataset is not None):
+        raise ValueError(f"num_seeds={num_seeds} must be at least 1, and cannot be combined with dataset; omit it")
+    make_session = wrap(environment, style=style, action=action, observe=observe)
+    played = TextEnvTransform(make_session, system_prompt=system_prompt, timeout=timeout)
+    return DatasetChatEnv(
+        seed_dataset(num_seeds or 10_000) if dataset is None else dataset,
         tokenizer,
         prompts_per_batch=prompts_per_batch,
         num_generations=num_generations,
-        transforms=[*transforms, *task.make_transforms()],
+        transforms=[*transforms, played],
         **kwargs,
     )

@@ -36,9 +36,6 @@ class _Calculator(Tool):
         """Return the value of an expression as text.
 
         Integers are exact, and finite decimals of up to 30 digits. Other values are rounded to about 15 digits.
-
-        Raises:
-            ToolError: if the expression is invalid or too long, divides by zero, or its value is too large.
         """
         if len(expression) > _MAX_CHARS:
             raise ToolError(f"the expression has {len(expression)} characters; the limit is {_MAX_CHARS}")

@@ -52,18 +52,7 @@ _LOGGERS = ("mcp", "client", "httpx2", "httpcore2")  # of the SDK and its HTTP c
 
 
 class HTTPTransport:
-    """Function that opens the SDK's transport to an endpoint.
-
-    Args:
-        url: URL of the endpoint.
-        headers: headers of each request.
-
-    Attributes:
-        redact: function that masks the secrets of the URL and of the headers in a message.
-
-    Raises:
-        ValueError: if ``url`` is not an HTTP URL.
-    """
+    """Function that opens the SDK's transport to an endpoint."""
 
     def __init__(self, url: str, headers: Mapping[str, str]):
         self._url, self._headers = url, dict(headers)
@@ -139,17 +128,7 @@ def _redacted_logs(redact: Redactor) -> Iterator[None]:
 def open_stdio(
     command: str, args: Sequence[str], env: Mapping[str, str] | None, cwd: str | os.PathLike | None
 ) -> AbstractAsyncContextManager[Any]:
-    """Return the SDK's transport to a program behind :mod:`torchrl_rloo.envs.tools.mcp_relay`, below a reaper.
-
-    Args:
-        command: program to start.
-        args: arguments of the program.
-        env: environment variables in addition to the few that are safe to inherit.
-        cwd: working directory of the process. None is this process's.
-
-    Raises:
-        FileNotFoundError: if there is no such program; the relay that starts it could not tell.
-    """
+    """Return the SDK's transport to a program behind :mod:`torchrl_rloo.envs.tools.mcp_relay`, below a reaper."""
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
     # Find the program as its process would: its directory and its PATH count
@@ -268,13 +247,6 @@ class MCPTools(Sequence[Tool]):
 
         A line of its output, such as a result, has at most 8 MiB; a longer one ends the server, which counts as lost.
         Lines that are no JSON objects are dropped.
-
-        Args:
-            command: program to start.
-            args: arguments of the program.
-            env: environment variables in addition to the few that are safe to inherit (``PATH``, ``HOME``, ...).
-            cwd: working directory of the process. None is this process's.
-            **settings: arguments of the class.
         """
         _import_mcp()
 
@@ -286,14 +258,6 @@ class MCPTools(Sequence[Tool]):
 
         A reply, or an event of a stream, has at most 8 MiB; a larger one fails the call. Errors and logs show neither
         the values of ``headers`` nor the secrets of ``url``; results are not searched for them.
-
-        Args:
-            url: URL of the endpoint, usually ending in ``/mcp``.
-            headers: headers of each request, such as ``Authorization``.
-            **settings: arguments of the class; ``sessions`` defaults to ``per_trajectory``.
-
-        Raises:
-            ValueError: if ``url`` is not an HTTP URL.
         """
         _import_mcp()
         per_trajectory = settings.get("per_trajectory", False)

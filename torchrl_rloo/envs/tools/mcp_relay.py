@@ -31,12 +31,7 @@ def main(arguments: list[str]) -> int:
 
 
 def forward(source: int, target: int, limit: int) -> None:
-    """Copy the lines of JSON objects from one file descriptor to another.
-
-    Raises:
-        OSError: if the reader of ``target`` has left.
-        ValueError: if a line has more than ``limit`` bytes.
-    """
+    """Copy the lines of JSON objects from one file descriptor to another."""
     length, wanted = 0, True
     while chunk := os.read(source, _CHUNK_BYTES):
         for piece in _LINES.findall(chunk):

@@ -19,29 +19,17 @@ from torchrl_rloo.runtime.http import MAX_DEPTH, is_deep
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Call that a parser could read.
-
-    Args:
-        name: name of the tool, which need not exist.
-        arguments: arguments by name, not yet checked against the tool's schema.
-        id: id that the policy gave the call; None in formats without ids.
-        untyped: True if all arguments are strings, to be converted as the tool's schema says.
-    """
+    """Call that a parser could read."""
 
     name: str
-    arguments: dict[str, Any]
-    id: str | None = None
-    untyped: bool = False
+    arguments: dict[str, Any]  # not yet checked against the tool's schema
+    id: str | None = None  # that the policy gave the call
+    untyped: bool = False  # whether all arguments are strings, to be converted as the schema says
 
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """Call that a parser could not read.
-
-    Args:
-        text: text of the call, or its beginning.
-        error: error message for the policy.
-    """
+    """Call that a parser could not read."""
 
     text: str
     error: str
@@ -52,17 +40,10 @@ Outcome = Literal["ok", "failed", "invalid", "timed_out", "unknown", "malformed"
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a call.
+    """Result of a call."""
 
-    Args:
-        name: name of the tool; empty for a call that could not be read.
-        text: text that the policy is shown.
-        outcome: ``"ok"``; ``"failed"``, the tool raised; ``"invalid"``, the arguments do not fit the schema;
-            ``"timed_out"``; ``"unknown"``, no tool has that name; ``"malformed"``, the call could not be read.
-    """
-
-    name: str
-    text: str
+    name: str  # empty for a call that could not be read
+    text: str  # that the policy is shown
     outcome: Outcome
 
 
@@ -85,11 +66,7 @@ _MAX_LONG_READS = 8
 
 
 def decode(text: str, start: int) -> tuple[Any, int, str | None]:
-    """Decode the JSON value at an offset.
-
-    Returns:
-        ``(value, end, None)``, or ``(None, start, error message)``.
-    """
+    """Decode the JSON value at an offset."""
     try:
         value, end = DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -100,23 +77,14 @@ def decode(text: str, start: int) -> tuple[Any, int, str | None]:
 
 
 class Scanner:
-    """Reader of JSON values between tags.
-
-    Args:
-        text: text that holds the values.
-        tag: pattern of the tags that may follow a value.
-    """
+    """Reader of JSON values between tags."""
 
     def __init__(self, text: str, tag: re.Pattern[str]):
         self.text, self.tag = text, tag
         self._long_reads = _MAX_LONG_READS  # left: reading past a tag may cost the length of the text
 
     def read(self, start: int) -> tuple[Any, int, str | None]:
-        """Read the JSON value or Python literal at an offset, up to the next tag outside of its strings.
-
-        Returns:
-            ``(value, offset of the tag after it, None)``, or ``(None, offset of the next tag, error message)``.
-        """
+        """Read the JSON value or Python literal at an offset, up to the next tag outside of its strings."""
         start = _SPACE.match(self.text, start).end()
         end = self._next_tag(start)
         body = self.text[start:end].rstrip()
@@ -175,14 +143,7 @@ def repeats_name(tree: ast.AST) -> bool:
 
 
 def parse_calls(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolCall | MalformedCall]:
-    """Return the call of a decoded JSON object, or the calls of a list of them.
-
-    Args:
-        value: ``{"name": ..., "arguments": {...}}``. The arguments may be named ``"parameters"`` and may be a JSON
-            string. A ``"function"`` may hold the name, or all of it.
-        text: source text, kept in malformed calls.
-        ids: pattern of valid call ids; others are dropped.
-    """
+    """Return the call of a decoded JSON object, or the calls of a list of them."""
     return [_parse_call(item, text, ids) for item in (value if isinstance(value, list) else [value])]
 
 
@@ -215,12 +176,7 @@ Parser = Callable[[str], "list[ToolCall | MalformedCall]"]
 
 
 def without_thinking(text: str, opening: str = "<think>", closing: str = "</think>") -> str:
-    """Remove the text between thinking tags; the opening tag may be in the prompt, the closing one may be missing.
-
-    Example:
-        >>> without_thinking("so</think>a<think>b</think>c<think>d")
-        'ac'
-    """
+    """Remove the text between thinking tags; the opening tag may be in the prompt, the closing one may be missing."""
     first_close, first_open = text.find(closing), text.find(opening)
     place = 0
     if first_close >= 0 and not 0 <= first_open < first_close:
@@ -240,12 +196,7 @@ _TAG = re.compile(f"{_OPENING}|{_CLOSING}")
 
 
 def hermes(text: str) -> list[ToolCall | MalformedCall]:
-    """Parse the calls of Hermes, Qwen 2.5 and Qwen 3: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
-
-    Example:
-        >>> hermes('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-        [ToolCall(name='add', arguments={'a': 1}, id=None, untyped=False)]
-    """
+    """Parse the calls of Hermes, Qwen 2.5 and Qwen 3: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
     scanner, found, place = Scanner(text, _TAG), [], 0
     while (start := text.find(_OPENING, place)) >= 0:
         start += len(_OPENING)
@@ -267,10 +218,6 @@ def qwen_xml(text: str) -> list[ToolCall | MalformedCall]:
     """Parse the calls of Qwen3-Coder: ``<function=name><parameter=x>value</parameter></function>``.
 
     A ``<tool_call>`` may enclose each. Values are strings, without one line break at each end.
-
-    Example:
-        >>> qwen_xml("<function=add><parameter=a>1</parameter></function>")
-        [ToolCall(name='add', arguments={'a': '1'}, id=None, untyped=True)]
     """
     found, place = [], 0
     while (head := _FUNCTION.search(text, place)) is not None:
@@ -309,10 +256,6 @@ def llama(text: str) -> list[ToolCall | MalformedCall]:
     Several calls are separated by ``;`` or form a list. ``<|python_tag|>`` may also precede ``name.call(x="...")`` or
     code, which becomes a call of the tool ``python`` with the argument ``code``. Without the tag, JSON that is not a
     call is an answer.
-
-    Example:
-        >>> llama('<|python_tag|>brave_search.call(query="weather")')
-        [ToolCall(name='brave_search', arguments={'query': 'weather'}, id=None, untyped=False)]
     """
     tag = "<|python_tag|>"
     start = text.find(tag)
@@ -380,10 +323,6 @@ def mistral(text: str) -> list[ToolCall | MalformedCall]:
     """Parse the calls of Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``.
 
     Newer models write ``[TOOL_CALLS]name[ARGS]{...}`` for each call.
-
-    Example:
-        >>> mistral('[TOOL_CALLS]add[ARGS]{"a": 1}')
-        [ToolCall(name='add', arguments={'a': 1}, id=None, untyped=False)]
     """
     scanner, found, place = Scanner(text, _TOOL_CALLS), [], 0
     while (tag := _TOOL_CALLS.search(text, place)) is not None:
@@ -404,16 +343,7 @@ _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 
 
 class PythonBlocks:
-    """Parser of Markdown blocks fenced as ``python`` or ``py``, each a call of one tool with the code.
-
-    Args:
-        tool: name of the tool.
-        argument: name of the tool's argument that takes the code.
-
-    Example:
-        >>> PythonBlocks()("Let me see.\\n```python\\nprint(2)\\n```\\n")
-        [ToolCall(name='python', arguments={'code': 'print(2)\\n'}, id=None, untyped=False)]
-    """
+    """Parser of Markdown blocks fenced as ``python`` or ``py``, each a call of one tool with the code."""
 
     def __init__(self, tool: str = "python", argument: str = "code"):
         self.tool, self.argument = tool, argument
@@ -478,11 +408,7 @@ PARSERS: dict[str, Parser] = {
 
 
 def resolve_parser(parser: str | Parser) -> Parser:
-    """Return the parser of a name, or the given function.
-
-    Raises:
-        ValueError: if the name is not in :data:`PARSERS`.
-    """
+    """Return the parser of a name, or the given function."""
     if callable(parser):
         return parser
     if parser not in PARSERS:

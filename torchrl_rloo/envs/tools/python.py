@@ -92,11 +92,7 @@ class PythonInterpreter(Tool):
         return self.sandbox.open()
 
     async def call(self, state: PythonSession, /, code: str) -> str:
-        """Run code in the trajectory's session and return what the policy reads.
-
-        Raises:
-            ToolError: if the code raised, exceeded a limit or was not run; a timeout is also a ``TimeoutError``.
-        """
+        """Run code in the trajectory's session and return what the policy reads."""
         result = await state.call(code)
         text = self._text(result)
         if result.reason == "ok":

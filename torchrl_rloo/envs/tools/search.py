@@ -92,11 +92,7 @@ class SearchTool(Tool):
         self._index = _build_index(self.documents)
 
     def search(self, query: str) -> list[Hit]:
-        """Return up to ``k`` hits, best first; documents without any of the query's words are left out.
-
-        Args:
-            query: words to search for; words that no document has are ignored.
-        """
+        """Return up to ``k`` hits, best first; documents without any of the query's words are left out."""
         known = [word for word in words(query) if word in self._index.vocab_dict]
         if not known:
             return []
@@ -123,27 +119,12 @@ class SearchTool(Tool):
 
 
 def words(text: str) -> list[str]:
-    """Split a text into normalized words, as the index does.
-
-    Example:
-        >>> words("Straße, ＡＢＣ and 東京")
-        ['strasse', 'abc', 'and', '東', '京']
-    """
+    """Split a text into normalized words, as the index does."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def excerpt(text: str, wanted: Iterable[str], max_chars: int) -> str:
-    """Return the part of a text that has the most of the wanted words, with ``...`` where text is left out.
-
-    Args:
-        text: text of a document.
-        wanted: normalized words, from :func:`words`.
-        max_chars: maximum length in characters, without ellipses.
-
-    Example:
-        >>> excerpt("one two three four five six seven eight", ["five"], 12)
-        '... five six ...'
-    """
+    """Return the part of a text that has the most of the wanted words, with ``...`` where text is left out."""
     if len(text) <= max_chars:
         return text.strip()
     wanted = set(wanted)

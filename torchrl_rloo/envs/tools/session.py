@@ -30,14 +30,8 @@ class ToolSession:
 
     It may be used on any event loop, and closed on another one. Errors of a call become texts for the policy. A call
     that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so that no later call uses it.
-
-    Args:
-        tools: tools that may be called.
-        columns: dataset columns of the trajectory's row.
-        timeout: limit of a call, of opening a state and of closing it, in seconds. A tool's own limit applies if it is
-            shorter. The time in which a call waits for a thread or for ``limits`` does not count.
-        max_chars: characters of a result that the policy is shown; the rest is cut.
-        limits: limits of concurrent calls by tool name, shared with other sessions.
+    ``timeout`` limits a call, the opening of a state and its closing; a tool's shorter limit applies. The time in which
+    a call waits for a thread or for ``limits``, which sessions share, does not count.
     """
 
     def __init__(
@@ -58,15 +52,7 @@ class ToolSession:
         self.closed = False
 
     async def call(self, call: ToolCall | MalformedCall, *, deadline: float = float("inf")) -> ToolResult:
-        """Make one call.
-
-        Args:
-            call: call from a parser.
-            deadline: time of ``time.monotonic()`` at which the call times out, in seconds.
-
-        Raises:
-            RuntimeError: if the session is closed and the tool has a state.
-        """
+        """Make one call."""
         if isinstance(call, MalformedCall):
             return ToolResult("", self._error(f"the call could not be read: {call.error}"), "malformed")
         if call.name not in self.tools:
@@ -83,14 +69,7 @@ class ToolSession:
             return await self._make(tool, arguments, deadline)
 
     async def open_state(self, tool: Tool) -> Any:
-        """Return the trajectory's state of a tool, opened if no call has done that.
-
-        Args:
-            tool: tool with a state.
-
-        Raises:
-            RuntimeError: if the state cannot be opened, or the session is closed.
-        """
+        """Return the trajectory's state of a tool, opened if no call has done that."""
         async with self._order_locks[tool.state_key]:
             outcome = await self._state(tool, self.timeout, float("inf"))
         if not outcome.ok:

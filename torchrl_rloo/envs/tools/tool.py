@@ -30,16 +30,7 @@ _MAX_SHOWN_CHARS = 80  # of a wrong value
 
 
 def function_schema(function: Callable[..., Any], *, hidden: Collection[str] = ()) -> dict[str, Any]:
-    """Return the schema of a typed function, in the format that chat templates take as one of ``tools``.
-
-    Args:
-        function: function with type hints and a Google docstring.
-        hidden: names of parameters to leave out.
-
-    Raises:
-        ValueError: if the docstring, a type hint or an argument's description is missing; if a type is not a JSON type;
-            if an argument cannot be passed by name.
-    """
+    """Return the schema of a typed function, in the format that chat templates take as one of ``tools``."""
     from transformers.utils import chat_template_utils, get_json_schema  # takes 2 s
 
     # Refuse parameters that JSON arguments cannot fill
@@ -79,16 +70,7 @@ def _is_json_type(hint: Any) -> bool:
 
 
 def check_schema(schema: Any, where: str, depth: int = _MAX_DEPTH) -> None:
-    """Raise if the keywords that :func:`fit_arguments` reads do not have the form that JSON Schema gives them.
-
-    Args:
-        schema: JSON Schema, or True or False.
-        where: location for error messages.
-        depth: largest number of nested schemas.
-
-    Raises:
-        ValueError: if a keyword has another form, or schemas are nested too deeply.
-    """
+    """Raise if the keywords that :func:`fit_arguments` reads do not have the form that JSON Schema gives them."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping) or depth == 0:
@@ -125,22 +107,6 @@ def fit_arguments(
     The check covers ``properties``, ``required``, ``additionalProperties``, ``type``, ``nullable``, ``enum``,
     ``const``, ``anyOf``, ``oneOf`` and ``items``. Unknown arguments are refused unless ``additionalProperties`` allows
     them. The tool must check other keywords itself.
-
-    Args:
-        arguments: arguments by name.
-        parameters: JSON Schema of the tool's arguments.
-        untyped: True if the arguments are strings, to be decoded as JSON where the schema does not take a string.
-
-    Raises:
-        ValueError: with up to 8 problems, in words for the policy.
-
-    Example:
-        >>> parameters = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
-        >>> fit_arguments({"n": "3"}, parameters, untyped=True)
-        {'n': 3}
-        >>> fit_arguments({"n": "3"}, parameters)
-        Traceback (most recent call last):
-        ValueError: argument "n" must be an integer, got "3" (a string)
     """
     properties = parameters.get("properties", {})
     if untyped:
@@ -333,25 +299,14 @@ class Tool:
         return {"type": "function", "function": function}
 
     def open(self, columns: Mapping[str, Any]) -> Any:
-        """Open the state of a trajectory, at its first call.
-
-        Args:
-            columns: dataset columns of the trajectory's row.
-        """
+        """Open the state of a trajectory, at its first call; ``columns`` are the dataset's columns of its row."""
         return None
 
     def call(self, state: Any, /, **arguments: Any) -> Any:
-        """Run one call of the policy.
+        """Run one call of the policy; return a string for it, or any value that JSON can represent.
 
-        Args:
-            state: state from :meth:`open`.
-            **arguments: arguments of the policy, which fit the schema.
-
-        Returns:
-            A string for the policy, or any value that JSON can represent.
-
-        Raises:
-            ToolError: with a message for the policy. The policy sees other errors with their type and message.
+        ``state`` is that of :meth:`open`, and the arguments fit the schema. The policy sees the message of a
+        :class:`ToolError`, and the type and message of other errors.
         """
         raise NotImplementedError
 
@@ -432,20 +387,7 @@ def tool(
 
 
 class ToolRegistry(Mapping[str, Tool]):
-    """Mapping of names to tools, in order.
-
-    Args:
-        tools: tools, or functions to make tools of; see :func:`~torchrl_rloo.envs.tools.tool.tool`.
-
-    Raises:
-        ValueError: if two tools share a name, or a function cannot become a tool.
-
-    Example:
-        >>> from torchrl_rloo.envs.tools.calculator import calculator
-        >>> tools = ToolRegistry([calculator])
-        >>> list(tools), tools.unknown_message("calculater")
-        (['calculator'], 'there is no tool "calculater"; did you mean "calculator"?')
-    """
+    """Mapping of names to tools, in order."""
 
     def __init__(self, tools: Iterable[Tool | Callable[..., Any]]):
         self._tools: dict[str, Tool] = {}
@@ -465,11 +407,7 @@ class ToolRegistry(Mapping[str, Tool]):
         return len(self._tools)
 
     def select(self, names: Collection[str]) -> ToolRegistry:
-        """Return a registry of the named tools, in the same order.
-
-        Raises:
-            ValueError: if no tool has one of the names.
-        """
+        """Return a registry of the named tools, in the same order."""
         if unknown := [name for name in names if name not in self._tools]:
             raise ValueError(f"unknown tools {unknown}: use names from {list(self._tools)}")
         return ToolRegistry(tool for name, tool in self._tools.items() if name in names)

@@ -86,12 +86,7 @@ class Workspace:
         )
 
     def open(self, files: Mapping[str, str] | None = None) -> WorkspaceSession:
-        """Open a folder with its first files, a mapping of paths in it to texts.
-
-        Raises:
-            ValueError: if ``files`` has another form.
-            SandboxUnavailableError: if the system lacks something.
-        """
+        """Open a folder with its first files, a mapping of paths in it to texts."""
         return self.sandbox.open(files)
 
 
@@ -139,11 +134,7 @@ class ShellTool(_WorkspaceTool):
         )
 
     async def call(self, state: WorkspaceSession, /, command: str) -> str:
-        """Run a command and return what the policy reads.
-
-        Raises:
-            ToolError: if the command exceeded a limit; a timeout is also a ``TimeoutError``.
-        """
+        """Run a command and return what the policy reads."""
         result, space = await state.call(command), self.workspace.sandbox.policy
         output = result.output.rstrip("\n")
         if result.reason == "exit":
@@ -191,11 +182,7 @@ class FileEditTool(_WorkspaceTool):
         )
 
     async def call(self, state: WorkspaceSession, /, action: str, **arguments: Any) -> str:
-        """Do a file operation and return what the policy reads.
-
-        Raises:
-            ToolError: if arguments are missing or do not belong to the action, or the operation fails.
-        """
+        """Do a file operation and return what the policy reads."""
         required, optional = _ARGUMENTS[action]
         if missing := [name for name in required if name not in arguments]:
             raise ToolError(f"action {action} requires {', '.join(missing)}: add what is missing")

@@ -1,7 +1,7 @@
 """Transforms that turn a ChatEnv into a task: data, feedback, tools, rewards, KL."""
 
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
-from torchrl_rloo.envs.transforms.feedback import FeedbackTransform, UserSimulator
+from torchrl_rloo.envs.transforms.feedback import AddThinkingPrompt, FeedbackTransform, UserSimulator
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
 from torchrl_rloo.envs.transforms.repository import RepositoryTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform, TurnRewardTransform
@@ -9,10 +9,7 @@ from torchrl_rloo.envs.transforms.shaping import (
     CalibrateScores,
     ClipRewards,
     NormalizeRewards,
-    ScoreNames,
-    ShapingTransform,
 )
-from torchrl_rloo.envs.transforms.thinking import AddThinkingPrompt
 from torchrl_rloo.envs.transforms.tools import BrowserTransform, ToolTransform
 
 __all__ = [
@@ -27,8 +24,6 @@ __all__ = [
     "NormalizeRewards",
     "RepositoryTransform",
     "RewardTransform",
-    "ScoreNames",
-    "ShapingTransform",
     "ToolTransform",
     "TurnRewardTransform",
     "UserSimulator",

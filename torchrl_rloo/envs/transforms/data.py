@@ -100,15 +100,7 @@ class DataLoadingPrimer(EnvTransform):
         return (self.epochs - self.epoch) * len(self.dataset) - self.position + len(self._requeued)
 
     def draw(self) -> tuple[dict[str, Any], int]:
-        """Draw the next prompt.
-
-        Returns:
-            ``(prompt, group_id)``: the prompt's columns with its ``"prompt_id"``, and the id of the draw's group.
-
-        Raises:
-            DatasetExhaustedError: after the last epoch.
-            IndexError: if the sampler chooses an index outside of the dataset.
-        """
+        """Draw the next prompt."""
         prompt_id, group_id = self._draw_ids()
         return self._prompt(prompt_id), group_id
 
@@ -127,11 +119,7 @@ class DataLoadingPrimer(EnvTransform):
         return {**self.dataset[prompt_id], keys.PROMPT_ID: torch.tensor(prompt_id)}
 
     def requeue(self, draws: Iterable[tuple[int, int]]) -> None:
-        """Queue draws again whose groups were not delivered; the next draws return them first, under the same ids.
-
-        Args:
-            draws: ``(prompt_id, group_id)`` pairs.
-        """
+        """Queue draws again whose groups were not delivered; the next draws return them first, under the same ids."""
         self._requeued = deque(sorted((*self._requeued, *draws), key=lambda draw: draw[1]))
 
     @contextmanager
@@ -153,11 +141,7 @@ class DataLoadingPrimer(EnvTransform):
 
     @contextmanager
     def with_requeued(self, draws: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Let a ``state_dict`` that is taken in this context hold these draws as re-queued.
-
-        Args:
-            draws: ``(prompt_id, group_id)`` pairs.
-        """
+        """Let a ``state_dict`` that is taken in this context hold these draws as re-queued."""
         kept = self._requeued
         self.requeue(draws)
         try:
@@ -166,29 +150,11 @@ class DataLoadingPrimer(EnvTransform):
             self._requeued = kept
 
     def draw_groups(self, groups: int) -> list[TensorDictBase]:
-        """Draw the next ``groups`` groups; rows have only the dataset's columns, the two ids and the group size.
-
-        Args:
-            groups: number of draws.
-
-        Returns:
-            One ``[num_generations]`` TensorDict per draw.
-
-        Raises:
-            DatasetExhaustedError: if fewer draws are left.
-            ValueError: if the epochs give fewer draws from the start.
-        """
+        """Draw the next ``groups`` groups; rows have only the dataset's columns, the two ids and the group size."""
         return [self.make_group(*draw) for draw in self.draw_ids(groups)]
 
     def draw_ids(self, groups: int) -> list[tuple[int, int]]:
-        """Draw as :meth:`draw_groups` does, without the rows.
-
-        Args:
-            groups: number of draws.
-
-        Returns:
-            ``(prompt_id, group_id)`` of each draw.
-        """
+        """Draw as :meth:`draw_groups` does, without the rows."""
         if self.remaining() < groups:
             if self.next_group_id == self.first_group_id:
                 raise ValueError(
@@ -201,12 +167,7 @@ class DataLoadingPrimer(EnvTransform):
         return [self._draw_ids() for _ in range(groups)]
 
     def make_group(self, prompt_id: int, group_id: int) -> TensorDictBase:
-        """Return the rows of a group that was drawn before, as :meth:`draw_groups` returned them.
-
-        Args:
-            prompt_id: index of the prompt in the dataset.
-            group_id: id of the draw.
-        """
+        """Return the rows of a group that was drawn before, as :meth:`draw_groups` returned them."""
         return stack_rows(self._copies(self._prompt(prompt_id), group_id))
 
     def _next_index(self) -> int:
@@ -273,12 +234,7 @@ class DataLoadingPrimer(EnvTransform):
         return state | {"epoch": self.epoch, "position": self.position, "epoch_start": self._epoch_start}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the position in the dataset, for ``load_state_dict``.
-
-        Raises:
-            ValueError: if the state belongs to another dataset, or only one of the two primers has a sampler, since
-                the draws would silently differ.
-        """
+        """Restore the position in the dataset, for ``load_state_dict``."""
         if state["fingerprint"] != self.dataset.fingerprint:
             raise ValueError(
                 f"the state belongs to a dataset with fingerprint={state['fingerprint']}, but this dataset has "

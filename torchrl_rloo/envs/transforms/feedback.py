@@ -1,4 +1,4 @@
-"""Answers to the policy's turns, from a function or a simulated user, which make an environment multi-turn."""
+"""Answers to the policy's turns, which make an environment multi-turn: a function's, a request to think, a user's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages, decode_response, encode_prompt, join_conversation
 from torchrl_rloo.engines.base import MAX_ABORTS, AsyncEngine, Engine, EngineError, Request, Sample, check_sample
 from torchrl_rloo.engines.generation import GenerationConfig, end_of_sequence_ids
+from torchrl_rloo.envs.chat import plain_value
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
 from torchrl_rloo.runtime.lookup import is_async
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 
 class FeedbackTransform(TurnTransform):
@@ -67,10 +69,7 @@ class FeedbackTransform(TurnTransform):
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Answer the turn if the policy ended it; see :meth:`TurnTransform.step_row`."""
         if next_row["terminated"].any():
-            self._answer(next_row, await self._call_function(self.conversation(row, next_row), row))
-
-    async def _call_function(self, conversation: Messages, row: TensorDictBase) -> Messages | None:
-        return await event_loop.call(self.respond, conversation, row)
+            self._answer(next_row, await event_loop.call(self.respond, self.conversation(row, next_row), row))
 
     def _answer(self, next_row: TensorDictBase, messages: Messages | None) -> None:
         if not messages:
@@ -96,6 +95,60 @@ _LIMITS = {"turns": "feedback/turn_limit", "total_tokens": "feedback/token_limit
 
 
 Speaker = Callable[[Messages, int], str | Awaitable[str]]
+
+
+class AddThinkingPrompt(TurnTransform):
+    """Transform that answers a turn of the policy with a user message that asks it to think again.
+
+    TorchRL's transform of the same name looks at the reward and edits the policy's answer. This one asks on a
+    condition, and leaves the policy's tokens unchanged: ``("next", "tokens", "prompt")`` only grows.
+
+    Args:
+        prompt: the user message.
+        condition: ``f(conversation, row) -> bool``, sync or async: whether to ask; None always asks. ``row`` holds
+            the dataset's columns.
+        max_times: maximum number of requests in one conversation.
+
+    Attributes:
+        counts: ``"thinking/asked_again"``, the number of requests made.
+
+    Raises:
+        ValueError: if ``prompt`` is empty or ``max_times`` is below 1.
+
+    Example:
+        >>> def has_no_box(conversation, row):
+        ...     return "boxed" not in conversation[-1]["content"]
+        >>> AddThinkingPrompt("Think again, and put your answer in a box.", has_no_box).max_times
+        1
+    """
+
+    part = "thinking"
+
+    @with_torchrl_arguments
+    def __init__(
+        self,
+        prompt: str = "But wait, let me think about this more carefully.",
+        condition: Callable[[Messages, TensorDictBase], bool | Awaitable[bool]] | None = None,
+        *,
+        max_times: int = 1,
+    ):
+        super().__init__()
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f"prompt={prompt!r:.80} must be a text, and not empty")
+        if max_times < 1:
+            raise ValueError(f"max_times={max_times} must be at least 1")
+        self.message, self.condition, self.max_times = {"role": "user", "content": prompt}, condition, max_times
+
+    async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
+        """Answer a turn that nothing else answered; see :meth:`TurnTransform.step_row`."""
+        asked = sum(message == self.message for message in next_row[keys.COMPLETION])
+        if stop_reason(next_row) != "answered" or asked >= self.max_times:
+            return
+        if self.condition is not None:
+            if not await event_loop.call(self.condition, self.conversation(row, next_row), row):
+                return
+        if self.chat_env.continue_row(next_row, [self.message]):
+            self.counts["thinking/asked_again"] += 1
 
 
 class UserSimulator(TurnTransform):
@@ -211,13 +264,8 @@ class UserSimulator(TurnTransform):
         self._own_messages.pop(trajectory_id, None)
 
     def messages(self, row: TensorDictBase, next_row: TensorDictBase) -> Messages:
-        """Return the conversation as the simulator sees it, with its system prompt first.
-
-        Args:
-            row: the turn, with the dataset's columns.
-            next_row: the state after it.
-        """
-        prompt = self.system_prompt.format_map({name: _plain(row[name]) for name in self.columns})
+        """Return the conversation as the simulator sees it, with its system prompt first."""
+        prompt = self.system_prompt.format_map({name: plain_value(row[name]) for name in self.columns})
         query, completion = row[keys.QUERY], next_row[keys.COMPLETION]
         # Keep the simulator's messages and the policy's turns that they answer; the next message will be its own
         own = {*self._own_messages.get(int(next_row[keys.TRAJECTORY_ID]), ()), len(completion)}
@@ -347,8 +395,3 @@ def _swap_roles(conversation: Messages, greeting: str) -> Messages:
 
 
 _SWAPPED_ROLES = {"user": "assistant", "assistant": "user"}
-
-
-def _plain(value: Any) -> Any:
-    """Convert a column's entry back to plain Python values."""
-    return value.tolist() if hasattr(value, "tolist") else value

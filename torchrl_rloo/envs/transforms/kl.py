@@ -163,12 +163,8 @@ def add_reference_kl(
     Args:
         rows: rows of batch size ``[B]``, written in place: ``("next", "reward")`` and
             ``("next", "ref_log_probs", "full")``. A row whose reward is NaN gets its own log-probs.
-        ref: see :class:`KLRewardTransform`.
-        kl_to_ref_coeff: see :class:`KLRewardTransform`.
-        estimator: see :class:`KLRewardTransform`.
-        mask_truncated_completions: see :class:`KLRewardTransform`.
-        micro_batch_size: see :class:`KLRewardTransform`.
-        max_tokens: see :class:`KLRewardTransform`.
+        ref, kl_to_ref_coeff, estimator, mask_truncated_completions: see :class:`KLRewardTransform`.
+        micro_batch_size, max_tokens: see :class:`KLRewardTransform`.
         ranks: ranks that score together. None scores alone.
         split: True if each rank passes the same rows, False if each passes its own.
 
@@ -200,19 +196,7 @@ def _subtract_kl(
     estimator: KLEstimator,
     omitted: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Subtract the KL of trajectories to the reference from their rewards.
-
-    Args:
-        rewards: ``[B]``.
-        log_probs: ``[B, A]`` of action tokens under the policy that sampled them, 0 elsewhere.
-        ref_log_probs: ``[B, A]`` under the reference, 0 elsewhere.
-        coeff: penalty per nat.
-        estimator: KL of each token.
-        omitted: ``[B, 1]`` bool, True for a trajectory whose KL does not count. None counts all.
-
-    Returns:
-        ``[B]``.
-    """
+    """Subtract the KL of trajectories to the reference from their rewards."""
     kl = estimator(log_probs, ref_log_probs).cpu()
     if omitted is not None:
         kl = kl * ~omitted

@@ -125,20 +125,7 @@ class RepositoryTransform(ToolTransform):
 
 
 def split_tests(tests: Sequence[str], files: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tasks of the process of the tests and of that of the repository, which gets the tests' imports of it.
-
-    Args:
-        tests: snippets that import from the repository and assert.
-        files: paths of the repository's files, which tell its modules.
-
-    Raises:
-        BrokenTestsError: if the tests cannot run with any repository.
-
-    Example:
-        >>> judge, program = split_tests(["from shapes import area\\nassert area(2) == 4"], ["shapes.py"])
-        >>> judge["program"], judge["tests"]
-        (('area',), [['assert', 'assert area(2) == 4']])
-    """
+    """Return the task of the tests' process and that of the repository's, which gets the tests' imports of it."""
     if isinstance(tests, str) or not tests or not all(isinstance(test, str) for test in tests):
         raise BrokenTestsError(f"tests={tests!r:.100} must be a list of texts, at least one")
     modules = {path.partition("/")[0].removesuffix(".py") for path in files}

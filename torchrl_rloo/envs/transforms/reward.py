@@ -19,7 +19,8 @@ from torchrl_rloo.data.rows import non_tensor_value, set_entries
 from torchrl_rloo.data.segments import action_ids, refuse_segments
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
-from torchrl_rloo.envs.turn_transform import EnvTransform
+from torchrl_rloo.envs.chat import plain_value
+from torchrl_rloo.envs.turn_transform import CountingTransform, EnvTransform
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.protocol import MAX_HISTORY, RewardBatch, RewardFunction, TrainerState
@@ -154,15 +155,7 @@ class RewardTransform(EnvTransform):
         num_tokens: int,
         log_history: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Report the run's progress to reward functions, which see it as ``trainer_state``.
-
-        Args:
-            step: training steps done.
-            max_steps: training steps of the whole run.
-            epoch: epochs done, as a fraction.
-            num_tokens: tokens seen so far.
-            log_history: entries of metrics so far, such as those of ``run.logger.history``.
-        """
+        """Report the run's progress to reward functions, which see it as ``trainer_state``."""
         self.trainer_state = TrainerState(
             global_step=step,
             max_steps=max_steps,
@@ -175,10 +168,6 @@ class RewardTransform(EnvTransform):
         """Return a function from rows to the returns that the baseline compares, before any KL.
 
         Without reward functions these are the final returns, which include a KL.
-
-        Args:
-            raw: whether to use the scores from before shaping.
-            per_function: whether to return each function's scores instead of their weighted sum.
         """
         if not self.names:
             return final_return
@@ -280,21 +269,13 @@ def make_reward_batch(
     truncated: Sequence[bool],
     trainer_state: TrainerState,
 ) -> RewardBatch:
-    """Return finished trajectories as reward functions see them.
-
-    Args:
-        rows: ``B`` rows with the prompt and the columns of the dataset.
-        ended: ``B`` rows with the completion.
-        ids: sampled ids of each trajectory.
-        truncated: whether a limit ended it.
-        trainer_state: progress of the run.
-    """
+    """Return finished trajectories as reward functions see them."""
     return RewardBatch(
         prompts=[non_tensor_value(row, keys.QUERY) for row in rows],
         completions=[non_tensor_value(row, keys.COMPLETION) for row in ended],
         completion_ids=[sampled.tolist() for sampled in ids],
         columns={
-            name: [_plain(non_tensor_value(row, name)) for row in rows]
+            name: [plain_value(non_tensor_value(row, name)) for row in rows]
             for name in rows[0].keys()
             if name not in keys.RESERVED
         },
@@ -303,15 +284,10 @@ def make_reward_batch(
     )
 
 
-def _plain(value: Any) -> Any:
-    """Convert a column's entry back to plain Python values."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
 _NAME = keys.TOKEN_REWARDS[1]
 
 
-class TurnRewardTransform(EnvTransform):
+class TurnRewardTransform(CountingTransform):
     """Transform that keeps the reward of every turn in ``("next", "token_rewards", "full")``, for credit per turn.
 
     The entry is float32 ``[T]``, with a turn's reward at its last action token. All action tokens of a conversation
@@ -405,15 +381,6 @@ class TurnRewardTransform(EnvTransform):
             if not int(row[keys.NUM_TURNS]):  # the other rows continue
                 self._set(row, torch.zeros(len(row[keys.PROMPT_TOKENS])))
         return tensordict_reset
-
-    def get_extra_state(self) -> dict[str, int]:
-        """Return the counters, for ``state_dict``."""
-        return dict(self.counts)
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restore the counters, in place."""
-        self.counts.clear()
-        self.counts.update(state)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the rewards of the turns so far."""

@@ -20,78 +20,34 @@ import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 
+from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.envs.turn_transform import EnvTransform
 from torchrl_rloo.functional.rewards import (
-    TRUNCATION_MODES,
     Moments,
-    TruncationMode,
     calibrate_scores,
     column_moments,
     combine_rewards,
     decay_moments,
     merge_moments,
     normalize_scores,
-    shape_truncated_scores,
 )
 
 SHAPING_LOCK = Lock()  # a collector scores groups on several threads
 
 
-class ScoreSource(Protocol):
-    """Source of the scores that a transform shapes: a :class:`RewardTransform` or :class:`ScoreNames`."""
-
-    names: Sequence[str]
-    weights: Sequence[float]
-    clip_range: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class ScoreNames:
-    """Description of scores that do not come from a :class:`RewardTransform`.
-
-    Attributes:
-        names: names of the ``F`` functions, in the order of ``("next", "rewards")``.
-        weights: one weight per function.
-        clip_range: ``(low, high)`` bounds of the weighted sum; None disables clipping.
-    """
-
-    names: Sequence[str]
-    weights: Sequence[float]
-    clip_range: tuple[float, float] | None = None
-
-
 class ShapingTransform(EnvTransform):
-    """Base class of score shaping; a subclass implements :meth:`shape`.
+    """Base class of score shaping; a subclass implements :meth:`shape`."""
 
-    Args:
-        rewards: the :class:`RewardTransform` whose scores are shaped, or :class:`ScoreNames`.
-        functions: names of the functions to shape; None shapes all.
-
-    Attributes:
-        counts: event counters of the subclass.
-
-    Raises:
-        ValueError: if a name is not in ``rewards``; at a step, if another transform has changed the return.
-
-    Example:
-        >>> class HalveRewards(ShapingTransform):
-        ...     def shape(self, scores, truncated):
-        ...         return scores / 2
-        >>> HalveRewards(ScoreNames(["accuracy", "format"], [1.0, 0.5]), ["format"]).columns
-        [1]
-    """
-
-    def __init__(self, rewards: ScoreSource, functions: Sequence[str] | None = None):
+    def __init__(self, rewards: RewardTransform, functions: Sequence[str] | None = None):
         super().__init__()
         names = list(rewards.names)
         functions = names if functions is None else functions
@@ -104,15 +60,7 @@ class ShapingTransform(EnvTransform):
 
     @abstractmethod
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Return shaped scores of the chosen functions.
-
-        Args:
-            scores: ``[n, len(self.names)]`` scores of rows that are done, NaN where a function abstained.
-            truncated: bool ``[n]``, True for rows that a limit cut off or that failed.
-
-        Returns:
-            ``[n, len(self.names)]``.
-        """
+        """Return shaped scores of the chosen functions."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # Keep the original scores, which only the first shaping transform sees; a turn before the last may have none
@@ -170,12 +118,12 @@ class ClipRewards(ShapingTransform):
         counts: ``"shaping/<function>/clipped"``, the number of scores outside of the bounds.
 
     Example:
-        >>> clip = ClipRewards(ScoreNames(["reward_model"], [1.0]), -5.0, 5.0)
+        >>> clip = ClipRewards(RewardTransform("accuracy"), -5.0, 5.0)
         >>> clip.shape(torch.tensor([[7.0], [1.0]]), torch.tensor([False, False])).tolist()
         [[5.0], [1.0]]
     """
 
-    def __init__(self, rewards: ScoreSource, low: float, high: float, functions: Sequence[str] | None = None):
+    def __init__(self, rewards: RewardTransform, low: float, high: float, functions: Sequence[str] | None = None):
         super().__init__(rewards, functions)
         if not low < high:
             raise ValueError(f"low={low} must be below high={high}")
@@ -200,14 +148,14 @@ class CalibrateScores(ShapingTransform):
         functions: see :class:`ShapingTransform`.
 
     Example:
-        >>> calibrate = CalibrateScores(ScoreNames(["reward_model"], [1.0]), 2.0)
+        >>> calibrate = CalibrateScores(RewardTransform("accuracy"), 2.0)
         >>> calibrate.shape(torch.tensor([[3.0]]), torch.tensor([False])).tolist()
         [[1.5]]
     """
 
     def __init__(
         self,
-        rewards: ScoreSource,
+        rewards: RewardTransform,
         temperature: float | str | os.PathLike,
         bias: float = 0.0,
         *,
@@ -232,78 +180,6 @@ def _read_temperature(path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{path} must hold a number under 'temperature', but holds {found!r:.200}")
     return value
-
-
-class TruncationPolicy(ShapingTransform):
-    r"""Shaping that changes the return of truncated rows: a limit cut them off, or their conversation failed.
-
-    ===============  =================================================================================================
-    ``"keep"``       leave the return unchanged
-    ``"scale"``      multiply it by ``value``, in [0, 1]; this raises a negative return
-    ``"replace"``    set it to ``value``
-    ``"penalty"``    add ``value``, at most 0
-    ``"abstain"``    abstain: the row is left out of the baseline and has advantage 0
-    ===============  =================================================================================================
-
-    ``"scale"``, and ``"replace"`` with a negative value, are the two forms of ProRL v2's stop-properly penalty.
-
-    The return meant here is the contribution of the chosen functions, :math:`\sum_k w_k r_k`. Their scores are changed
-    to give it (:func:`~torchrl_rloo.functional.rewards.shape_truncated_scores`); ``clip_range`` applies afterwards.
-    ``"abstain"`` on some of the functions keeps the scores of the others. To mask the tokens of truncated rows but keep
-    their return, use the loss's ``mask_truncated_completions``.
-
-    Args:
-        rewards: see :class:`ShapingTransform`.
-        mode: one of the modes above.
-        value: see above; None for ``"keep"`` and ``"abstain"``.
-        functions: see :class:`ShapingTransform`.
-
-    Attributes:
-        counts: ``"shaping/truncated_rows"``, the number of rows whose return was changed.
-
-    Example:
-        >>> policy = TruncationPolicy(ScoreNames(["accuracy"], [1.0]), "replace", -1.0)
-        >>> policy.shape(torch.tensor([[1.0], [1.0]]), torch.tensor([True, False])).tolist()
-        [[-1.0], [1.0]]
-    """
-
-    def __init__(
-        self,
-        rewards: ScoreSource,
-        mode: TruncationMode,
-        value: float | None = None,
-        *,
-        functions: Sequence[str] | None = None,
-    ):
-        super().__init__(rewards, functions)
-        # Check that the value fits the mode
-        if mode not in TRUNCATION_MODES:
-            raise ValueError(f"mode={mode!r} must be one of {TRUNCATION_MODES}")
-        allowed = {"scale": "in [0, 1]", "replace": "a finite number", "penalty": "a finite number of at most 0"}
-        fits = {
-            "scale": lambda v: 0 <= v <= 1,
-            "replace": math.isfinite,
-            "penalty": lambda v: math.isfinite(v) and v <= 0,
-        }
-        if mode in allowed and (value is None or not fits[mode](value)):
-            raise ValueError(f"value={value} must be {allowed[mode]} for mode={mode!r}")
-        if mode not in allowed and value is not None:
-            raise ValueError(f"value={value} cannot be combined with mode={mode!r}; omit it")
-        # Some modes divide the value by the weights, which must be positive
-        if mode in ("replace", "penalty") and any(rewards.weights[k] <= 0 for k in self.columns):
-            raise ValueError(
-                f"mode={mode!r} divides the value by the sum of weights, so the weights of {self.names} must be "
-                f"positive, got {[rewards.weights[k] for k in self.columns]}; set functions= to those with positive "
-                "weights"
-            )
-        self.mode, self.value = mode, 0.0 if value is None else float(value)
-
-    def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Return scores that give truncated rows the return of the mode; see :class:`ShapingTransform`."""
-        if self.mode != "keep":
-            self.counts["shaping/truncated_rows"] += int((truncated & ~scores.isnan().all(1)).sum())
-        weights = torch.tensor([float(self.rewards.weights[k]) for k in self.columns])
-        return shape_truncated_scores(scores, truncated, weights, self.mode, self.value)
 
 
 class NormalizeRewards(ShapingTransform):
@@ -335,15 +211,13 @@ class NormalizeRewards(ShapingTransform):
         counts: ``"shaping/<function>/unnormalized"``, the number of scores left unchanged because of ``min_count``.
 
     Example:
-        >>> from torchrl_rloo.envs.transforms import ScoreNames
-        >>> normalize = NormalizeRewards(ScoreNames(["reward_model"], [1.0]), min_count=2, decay=0.99)
-        >>> normalize.names
-        ['reward_model']
+        >>> NormalizeRewards(RewardTransform("accuracy"), min_count=2, decay=0.99).names
+        ['math_accuracy']
     """
 
     def __init__(
         self,
-        rewards: ScoreSource,
+        rewards: RewardTransform,
         functions: Sequence[str] | None = None,
         *,
         center: bool = False,
@@ -398,11 +272,7 @@ class NormalizeRewards(ShapingTransform):
         return super().get_extra_state() | moments
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore counters and statistics, in place.
-
-        Raises:
-            ValueError: if the statistics belong to other functions.
-        """
+        """Restore counters and statistics, in place."""
         if state["names"] != self.names:
             raise ValueError(
                 f"the state has statistics of {state['names']}, but this transform has functions={self.names}; resume "

@@ -16,6 +16,7 @@ from torchrl_rloo.data.rows import rows_to_reset, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.activity import spending
+from torchrl_rloo.envs.chat import plain_value
 from torchrl_rloo.envs.tools.browser import Browser
 from torchrl_rloo.envs.tools.parsers import (
     MalformedCall,
@@ -47,7 +48,7 @@ class ToolTransform(TurnTransform):
     Args:
         tools: :class:`~torchrl_rloo.envs.tools.Tool` objects, functions to make them from, or a registry.
         parser: parser of calls: a name in :data:`~torchrl_rloo.envs.tools.parsers.PARSERS`, or a function from a turn's
-            text to its calls. The text includes special tokens, except for the one that ends the turn.
+            text to its calls. The text has special tokens, except for the one that ends the turn, and no thinking.
         timeout: time limit of a call in seconds. The tool's own limit and the rest of the environment's
             ``max_seconds`` also apply.
         max_calls_per_turn: maximum calls of a turn; further calls are refused.
@@ -66,7 +67,6 @@ class ToolTransform(TurnTransform):
         show_schemas: whether to pass the tools' schemas to the chat template; use False if prompts describe the tools.
         tools_column: dataset column with a row's tool names (a list, one name, or None for all tools); None gives every
             row all tools.
-        ignore_thinking: whether to ignore calls between ``<think>`` and ``</think>``.
 
     Attributes:
         counts: per tool ``"tools/NAME/calls"``, and of those ``"tools/NAME/failed"`` (raised), ``"tools/NAME/invalid"``
@@ -103,7 +103,6 @@ class ToolTransform(TurnTransform):
         result_role: Literal["tool", "user"] = "tool",
         show_schemas: bool = True,
         tools_column: str | None = None,
-        ignore_thinking: bool = True,
     ):
         super().__init__()
         limits = {"timeout": timeout, "max_calls_per_turn": max_calls_per_turn, "max_calls": max_calls}
@@ -117,7 +116,6 @@ class ToolTransform(TurnTransform):
         self.parser, self.timeout, self.result_role = resolve_parser(parser), timeout, result_role
         self.max_calls_per_turn, self.max_calls, self.max_parallel = max_calls_per_turn, max_calls, max_parallel
         self.max_output_chars, self.show_schemas, self.tools_column = max_output_chars, show_schemas, tools_column
-        self.ignore_thinking = ignore_thinking
         self._sessions: dict[int, ToolSession] = {}
         self._choices: dict[tuple[str, ...] | None, tuple[ToolRegistry, list]] = {}
 
@@ -154,13 +152,13 @@ class ToolTransform(TurnTransform):
         self.chat_env.continue_row(next_row, self._messages(calls, results, before))
 
     def _turn_text(self, row: TensorDictBase, next_row: TensorDictBase) -> str:
-        """Return the turn's text with its special tokens, except for the one that ends it."""
+        """Return the turn's text with its special tokens, without its thinking and the token that ends it."""
         tokenizer = self.chat_env.tokenizer
         ids = next_row[keys.PROMPT_TOKENS][len(row[keys.PROMPT_TOKENS]) :].tolist()
         if not tokenizer.decode(ids[-1:], skip_special_tokens=True):
             ids = ids[:-1]
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return without_thinking(text) if self.ignore_thinking else text
+        return without_thinking(text)
 
     async def _run(
         self, calls: list[ToolCall | MalformedCall], row: TensorDictBase, next_row: TensorDictBase
@@ -195,7 +193,7 @@ class ToolTransform(TurnTransform):
         trajectory = int(row[keys.TRAJECTORY_ID])
         session = self._sessions.get(trajectory)
         if session is None:
-            columns = {k: _plain(row[k]) for k in row.keys() if k not in keys.RESERVED and k != keys.TOOLS}
+            columns = {k: plain_value(row[k]) for k in row.keys() if k not in keys.RESERVED and k != keys.TOOLS}
             tools, _ = self._choice(row)
             session = ToolSession(
                 tools, columns, timeout=self.timeout, max_chars=self.max_output_chars, limits=self._limits
@@ -242,7 +240,7 @@ class ToolTransform(TurnTransform):
 
     def _choice(self, row: TensorDictBase) -> tuple[ToolRegistry, list[dict[str, Any]]]:
         """Return the tools of a row and their schemas; rows with the same tools share both objects."""
-        names = None if self.tools_column is None else _plain(row[self.tools_column])
+        names = None if self.tools_column is None else plain_value(row[self.tools_column])
         chosen = names if names is None else (names,) if isinstance(names, str) else tuple(names)
         if chosen not in self._choices:
             try:
@@ -282,22 +280,15 @@ class ToolTransform(TurnTransform):
         return observation_spec
 
 
-def _plain(value: Any) -> Any:
-    """Convert a column's entry back to plain Python values."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
 class BrowserTransform(ToolTransform):
     """:class:`ToolTransform` with a :class:`~torchrl_rloo.envs.tools.Browser`, whose process ends with the environment.
 
-    Differences from TorchRL's class of the same name: conversations have separate pages and cookies, pages are text
-    with numbered items instead of selectors, and hosts are enforced for all requests of a page.
+    Differences from TorchRL's class of the same name: conversations have separate pages and cookies, and hosts are
+    enforced for all requests of a page.
 
     Args:
         allowed_hosts: see :class:`~torchrl_rloo.envs.tools.Browser`.
         parser: see :class:`ToolTransform`.
-        browser: further arguments of :class:`~torchrl_rloo.envs.tools.Browser`.
-        tools: further tools.
         **kwargs: further arguments of :class:`ToolTransform`.
 
     Attributes:
@@ -310,18 +301,10 @@ class BrowserTransform(ToolTransform):
         )
     """
 
-    def __init__(
-        self,
-        allowed_hosts: Sequence[str],
-        parser: str | Parser = "hermes",
-        *,
-        browser: dict[str, Any] | None = None,
-        tools: Sequence[Any] = (),
-        **kwargs: Any,
-    ):
-        made = Browser(allowed_hosts, **(browser or {}))
-        super().__init__([made, *tools], parser, **kwargs)
-        self.browser = made
+    def __init__(self, allowed_hosts: Sequence[str], parser: str | Parser = "hermes", **kwargs: Any):
+        browser = Browser(allowed_hosts)
+        super().__init__([browser], parser, **kwargs)
+        self.browser = browser
 
     def close(self) -> None:
         """Close the pages of all conversations, and the browser."""
