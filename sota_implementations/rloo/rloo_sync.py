@@ -677,12 +677,7 @@ def finish(run: Run, cfg: Config, problem: Problem, ranks: Ranks, source: Shared
     if not ranks.is_main:
         return
     result = run.summary("eval/greedy", "eval/sampled") if cfg.rollouts.train else run.summary("reward")
-    figures = {}
-    if (step := diagnostics.choose_step(run.timer.recent)) is not None:
-        waits = getattr(source.source.collector, "waits", None)  # stored rows have none
-        profiles = () if waits is None else waits.profiles
-        figures["Timeline of a step"] = diagnostics.plot_timeline(step, profiles, run.directory / "timeline.png")
-    report = write_report(run, cfg, result | {"plan": str(problem.plan)}, figures=figures)
+    report = write_report(run, cfg, result | {"plan": str(problem.plan)})
     print(json.dumps(result | {"report": str(report.resolve())} | written))
 
 

@@ -58,7 +58,6 @@ WRITERS = {
     "completions": ("completions.jsonl", log_step),
     "launch": ("launch.json", lambda d: write_launch(d, "run rloo")),
     "report": ("report.html", lambda d: write_report(d, history=[{"step": 1, "reward": 1.0}], summary={})),
-    "curves": ("curves.png", lambda d: write_report(d, history=[{"step": 1, "reward": 1.0}], summary={})),
     "summary": ("summary.json", lambda d: write_report(d, history=[{"step": 1, "reward": 1.0}], summary={})),
     "atomic": ("text", lambda d: files.write_text(d / "text", "new")),
 }

@@ -18,11 +18,7 @@ from torchrl_rloo.diagnostics.stored_rows import (
     rescore,
 )
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
-from torchrl_rloo.diagnostics.waiting import (
-    choose_step,
-    plot_timeline,
-    waiting_table,
-)
+from torchrl_rloo.diagnostics.waiting import waiting_table
 from torchrl_rloo.rewards.matching import final_answer
 
 __all__ = [
@@ -34,13 +30,11 @@ __all__ = [
     "advice",
     "check_engine",
     "check_parity",
-    "choose_step",
     "completion_metrics",
     "final_answer",
     "make_health",
     "parity_metrics",
     "plan_memory",
-    "plot_timeline",
     "read_shape",
     "rescore",
     "self_test",

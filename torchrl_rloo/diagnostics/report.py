@@ -16,10 +16,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from torchrl_rloo.diagnostics.curves import Series, chart_data, plot_curves, select_definitions
+from torchrl_rloo.diagnostics.curves import Series, render_charts, select_definitions
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.verdict import HEALTH_FILE, Change, HealthEvent, evaluation_changes, read_health, verdict
-from torchrl_rloo.diagnostics.waiting import describe_waits, join_entries
+from torchrl_rloo.diagnostics.waiting import Waits, join_entries, summarize_waits
 from torchrl_rloo.functional.statistics import Interval
 from torchrl_rloo.runtime.files import make_folder, write_text
 from torchrl_rloo.runtime.masking import mask_command, mask_settings
@@ -28,7 +28,6 @@ Row = Mapping[str, Any]
 
 LAUNCH_FILE = "launch.json"
 _FOLDER = Path(__file__).parent / "report_page"
-_SCRIPTS, _STYLES = ("uPlot-1.6.32.min.js", "charts.js"), ("uPlot-1.6.32.min.css", "charts.css")
 _REFRESH = '<meta http-equiv="refresh" content="20">'  # of the page of an unfinished run
 _SAMPLES = 4  # completions shown per step
 _EVENTS = 30  # health events shown
@@ -54,23 +53,24 @@ def write_report(
     title: str | None = None,
     finished: bool = True,
 ) -> Path:
-    """Write the self-contained page ``report.html``, with ``report.md``, ``curves.png`` and ``summary.json``.
+    """Write the self-contained page ``report.html``, with ``report.md`` and ``summary.json``.
 
-    The page starts with facts of the run and a verdict in two sentences. It also shows events of the health rules and
+    The page starts with a verdict in two sentences and facts of the run. It also shows events of the health rules and
     links transcripts, if they are in ``directory``. The page of an unfinished run reloads itself, and comes without
     the other files.
 
     Args:
         directory: output directory of the run, created if missing.
-        history: one dictionary per entry, see :func:`plot_curves`.
+        history: one dictionary per entry, with ``step`` and metrics.
         summary: key figures by name.
         timings: like ``history``, with values that depend on the clock.
         tables: sample completions by table name; the page shows rows of the first and last ``step`` of each.
         definitions: definitions by metric name, in which ``<a|b>`` stands for one of the words and ``<word>`` for any.
             The page shows those of metrics in the history. None shows none.
         settings: configuration of the run, shown last; None shows none.
-        panels: metrics of each panel, see :func:`plot_curves`.
-        figures: further PNG files by title; None adds none.
+        panels: metrics of each panel, with ``*`` for any text and ``!`` before those to leave out. None takes the
+            usual panels that the history has metrics for.
+        figures: PNG files by title; None adds none.
         command: command line of the run; its secrets are masked. None shows none.
         title: title of the page. None takes algorithm, task and model of ``settings``.
         finished: False while the run continues.
@@ -82,53 +82,51 @@ def write_report(
         ValueError: if the history has no finite metric, or none for one of ``panels``.
     """
     directory, settings = Path(directory), mask_settings(settings or {})
+    make_folder(directory)
     series = Series(history, timings)
-    charts = chart_data(series, panels, definitions or {})
+    charts, flat = render_charts(series, panels)
     facts = run_facts(series, settings, command)
-    record = {**summary, **({"command": facts["Command"]} if command else {})}
-    record |= {"settings": settings} if settings else {}
     # Judge the run
     title = headline(settings) if title is None else title
     events = read_health(directory / HEALTH_FILE)[:_EVENTS]
-    waits = describe_waits(join_entries(history, timings))
-    sentences, changes = verdict(series, events, waits["sentence"] if waits else ""), evaluation_changes(series)
+    waits = summarize_waits(join_entries(history, timings))
+    sentences, changes = verdict(series, events, waits.sentence if waits else ""), evaluation_changes(series)
     links = transcript_links(directory)
     # Write the other files
-    curves = ""
     if finished:
-        curves = _render_image("Training curves", plot_curves(history, directory / "curves.png", panels=panels))
+        record = {**summary, **({"command": facts["Command"]} if command else {})}
+        record |= {"settings": settings} if settings else {}
         text = json.dumps(_replace_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
         write_text(directory / "summary.json", text + "\n")
         write_text(directory / "report.md", markdown_report(title, facts, sentences, changes, events, links))
-    # Assemble the page
+    # Assemble the page; what is looked up rather than read is folded
+    told = {"cpu_seconds", *(f"{change.name}_{when}" for change in changes for when in ("before", "after"))}
+    shown = {name: value for name, value in summary.items() if name not in told}
+    logged = {name for entry in (*history, *timings) for name in entry}
+    folded = {
+        "Metrics that never changed": flat,
+        "Definitions of metrics": select_definitions(logged, definitions or {}),
+        "Settings": settings,
+    }
     sections = [
-        _render_section("Verdict", "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)),
-        _render_section("Run", _render_table(facts)),
-        *_render_events(events),
-        *_render_changes(changes),
-        *_render_summary(summary, changes),
-        _render_section("Curves", f'<div id="charts" class="charts"></div>\n<noscript>{curves}</noscript>'),
-        *_render_waits(waits, sentences),
-        *(_render_section(name, _render_image(name, Path(file))) for name, file in (figures or {}).items()),
-        *(_render_section(f"Samples: {name}", _render_samples(rows)) for name, rows in (tables or {}).items() if rows),
-        *([_render_section("Transcripts", _render_links(links))] if links else []),
+        _section("Verdict", "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)),
+        _section("Run", _table(facts)),
+        _section("Health", "\n".join(map(_event, events))) if events else "",
+        _section("Held-out evaluation", _changes(changes)) if changes else "",
+        _section("Summary", _table(shown)) if shown else "",
+        _section("Curves", f'<div class="charts">\n{charts}\n</div>'),
+        _section("Who waits for whom", _waits(waits, sentences)) if waits else "",
+        *(_section(name, _image(name, Path(file))) for name, file in (figures or {}).items()),
+        *(_section(f"Samples: {name}", _samples(rows)) for name, rows in (tables or {}).items() if rows),
+        _section("Transcripts", _links(links)) if links else "",
+        *(_section(name, _table(pairs), folded=True) for name, pairs in folded.items() if pairs),
     ]
-    # Fold what is looked up rather than read
-    if charts["constants"]:
-        flat = {name: value for name, (value,) in charts["constants"].items()}
-        sections.append(_render_folded("Metrics that never changed", _render_table(flat)))
-    if shown := select_definitions({name for entry in history for name in entry}, definitions or {}):
-        sections.append(_render_folded("Definitions of metrics", _render_table(shown)))
-    if settings:
-        sections.append(_render_folded("Settings", _render_table(settings)))
     page = render_page(
         read_static(_FOLDER, ["report.html"]),
         title=title,
-        script=read_static(_FOLDER, (*_SCRIPTS, "report.js")),
-        style=read_static(_FOLDER, (*_STYLES, "report.css")),
-        data=charts,
+        style=read_static(_FOLDER, ["report.css"]),
         REFRESH="" if finished else _REFRESH,
-        SECTIONS="\n".join(sections),
+        SECTIONS="\n".join(filter(None, sections)),
     )
     return write_text(directory / "report.html", page.replace("\0", "\ufffd"))
 
@@ -142,51 +140,42 @@ def _replace_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _render_section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{html.escape(title)}</h2>\n{content}\n</section>"
+# Sections of the page; each function escapes the texts that it gets
 
 
-def _render_folded(title: str, content: str) -> str:
-    return f"<section>\n<details>\n<summary><h2>{html.escape(title)}</h2></summary>\n{content}\n</details>\n</section>"
+def _section(title: str, content: str, folded: bool = False) -> str:
+    head = f"<h2>{html.escape(title)}</h2>"
+    if folded:
+        return f"<section>\n<details>\n<summary>{head}</summary>\n{content}\n</details>\n</section>"
+    return f"<section>\n{head}\n{content}\n</section>"
 
 
-def _render_image(name: str, file: Path) -> str:
+def _image(name: str, file: Path) -> str:
     data = base64.b64encode(file.read_bytes()).decode("ascii")
     return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
 
 
-def _render_events(events: Sequence[HealthEvent]) -> list[str]:
-    notes = []
-    for event in events:
-        over = event.cleared is not None
-        when = f"steps {event.step} to {event.cleared}" if over else f"since step {event.step}"
-        name = "over" if over else event.severity
-        text = f"{event.rule}, {when}. {event.sentence}"
-        notes.append(
-            f'<div class="note {name}"><span class="badge">{name}</span>{html.escape(text)} '
-            f'<span class="remedy">{html.escape(event.remedy)}</span></div>'
-        )
-    return [_render_section("Health", "\n".join(notes))] if notes else []
+def _event(event: HealthEvent) -> str:
+    over = event.cleared is not None
+    when = f"steps {event.step} to {event.cleared}" if over else f"since step {event.step}"
+    name, text = "over" if over else event.severity, f"{event.rule}, {when}. {event.sentence}"
+    return (
+        f'<div class="note {name}"><span class="badge">{name}</span>{html.escape(text)} '
+        f'<span class="remedy">{html.escape(event.remedy)}</span></div>'
+    )
 
 
-def _render_changes(changes: Sequence[Any]) -> list[str]:
-    if not changes:
-        return []
-    rows = [
-        (c.name, f"{_interval(c.first)} at step {c.steps[0]:,}", f"{_interval(c.last)} at step {c.steps[1]:,}")
-        + (_interval(c.difference),)
-        for c in changes
-    ]
+def _change_row(change: Change) -> list[str]:
+    ends = zip((change.first, change.last), change.steps, strict=True)
+    shown = [f"{_interval(values)} at step {step:,}" for values, step in ends]
+    return [change.name, *shown, _interval(change.difference)]
+
+
+def _changes(changes: Sequence[Change]) -> str:
     note = "In parentheses: 95 % intervals over the prompts; that of the difference takes both as independent."
-    table = _render_grid(("metric", "first", "last", "difference"), rows)
-    return [_render_section("Held-out evaluation", f'{table}\n<p class="faint">{note}</p>')]
-
-
-def _render_summary(summary: Mapping[str, Any], changes: Sequence[Any]) -> list[str]:
-    """Render the key figures that the facts and the table of evaluations lack."""
-    known = {"cpu_seconds", *(f"{change.name}_{when}" for change in changes for when in ("before", "after"))}
-    shown = {name: value for name, value in summary.items() if name not in known}
-    return [_render_section("Summary", _render_table(shown))] if shown else []
+    return (
+        f'{_grid(("metric", "first", "last", "difference"), [*map(_change_row, changes)])}\n<p class="faint">{note}</p>'
+    )
 
 
 def _interval(values: Interval) -> str:
@@ -194,17 +183,15 @@ def _interval(values: Interval) -> str:
     return f"{values.mean:.3g}{bounds}"
 
 
-def _render_waits(waits: Mapping[str, Any] | None, told: Sequence[str]) -> list[str]:
-    """Render the table of waits with its sentence, unless that is told above, or nothing without timings."""
-    if waits is None:
-        return []
-    whos = ["", *(row[0] for row in waits["rows"])]
-    rows = [("" if who == before else who, *rest) for before, (who, *rest) in zip(whos, waits["rows"], strict=False)]
-    sentence = "" if waits["sentence"] in told else f"<p>{html.escape(waits['sentence'])}</p>\n"
-    return [_render_section("Who waits for whom", sentence + _render_grid(waits["heads"], rows))]
+def _waits(waits: Waits, told: Sequence[str]) -> str:
+    """Render the table of waits with its sentence, unless the verdict has told it."""
+    whos = ["", *(row[0] for row in waits.rows)]
+    rows = [("" if who == before else who, *rest) for before, (who, *rest) in zip(whos, waits.rows, strict=False)]
+    sentence = "" if waits.sentence in told else f"<p>{html.escape(waits.sentence)}</p>\n"
+    return sentence + _grid(("who", "does", "share or number"), rows)
 
 
-def _render_grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Render a table whose rows begin with their titles."""
     lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads)]
     for title, *cells in rows:
@@ -213,117 +200,91 @@ def _render_grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table class="grid">{body}</table></div>'
 
 
-def _render_links(links: Sequence[Sequence[str]]) -> str:
+def _links(links: Sequence[Sequence[str]]) -> str:
     return ", ".join(f'<a href="{html.escape(address)}">{html.escape(label)}</a>' for label, address in links)
 
 
-def _render_table(pairs: Mapping[str, Any]) -> str:
-    rows = (
-        f"<tr><th>{html.escape(str(name))}</th><td>{_render_cell(value)}</td></tr>" for name, value in pairs.items()
-    )
+def _table(pairs: Mapping[str, Any]) -> str:
+    rows = (f"<tr><th>{html.escape(str(name))}</th><td>{_cell(value)}</td></tr>" for name, value in pairs.items())
     return "<table>\n" + "\n".join(rows) + "\n</table>"
 
 
-def _render_cell(value: Any) -> str:
+def _cell(value: Any) -> str:
     """Render a value as escaped HTML, since a completion may contain markup."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping) and set(value) == {"role", "content"}:
-        return f"<b>{html.escape(str(value['role']))}</b> {_render_cell(value['content'])}"
+        return f"<b>{html.escape(str(value['role']))}</b> {_cell(value['content'])}"
     if isinstance(value, Mapping):
-        return _render_table(value)
+        return _table(value)
     if isinstance(value, (list, tuple)):
-        return "<br>".join(map(_render_cell, value))
+        return "<br>".join(map(_cell, value))
     return f"<span>{html.escape(str(value))}</span>"
 
 
-def _render_samples(rows: Sequence[Row]) -> str:
+def _samples(rows: Sequence[Row]) -> str:
     steps = sorted({row["step"] for row in rows if "step" in row})
     if not steps:
-        return _render_cards(rows)
+        return "\n".join(map(_card, rows[:_SAMPLES]))
     parts = []
     for step in dict.fromkeys((steps[0], steps[-1])):
-        parts.append(f"<h3>At step {step}</h3>\n{_render_cards([row for row in rows if row.get('step') == step])}")
-    return '<div class="compare">\n' + "\n".join(f"<div>{part}</div>" for part in parts) + "\n</div>"
+        cards = [_card(row) for row in rows if row.get("step") == step][:_SAMPLES]
+        parts.append(f"<div><h3>At step {step}</h3>\n" + "\n".join(cards) + "</div>")
+    return '<div class="compare">\n' + "\n".join(parts) + "\n</div>"
 
 
-def _render_cards(rows: Sequence[Row]) -> str:
-    return "\n".join(_render_card(row) for row in rows[:_SAMPLES])
-
-
-def _render_card(row: Row) -> str:
+def _card(row: Row) -> str:
     link = row.get("transcript")
     is_link = isinstance(link, str) and _TRANSCRIPT_LINK.fullmatch(link)
     shown = {key: row[key] for key in row if key != "step" and not (is_link and key == "transcript")}
     address = f'<p><a href="{link}">transcript, token by token</a></p>' if is_link else ""
-    return f'<div class="card">{_render_table(shown)}{address}</div>'
+    return f'<div class="card">{_table(shown)}{address}</div>'
 
 
 # Facts
 
 
-def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return task, model, algorithm and more of a run's settings, for those that it has.
+def headline(settings: Mapping[str, Any]) -> str:
+    """Return a title with algorithm, task and model, for those that the settings name.
 
     Example:
-        >>> describe_settings({"task": {"name": "addition"}, "model": {"name": "embedded"}, "algorithm": "rloo"})
-        {'Task': 'addition', 'Model': 'embedded', 'Algorithm': 'rloo'}
+        >>> headline({"task": {"name": "addition"}, "model": {"name": "embedded"}, "algorithm": "rloo"})
+        'rloo on addition (embedded)'
     """
+    facts = describe_settings(settings)
+    model, task, algorithm = (facts.get(name, "") for name in ("Model", "Task", "Algorithm"))
+    if not (task and algorithm):
+        return "RLOO run"
+    return f"{algorithm} on {task}" + (f" ({model})" if model else "")
+
+
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return task, model, algorithm and more of a run's settings, for those that it has."""
     mixture = _at(settings, "task", "mixture")
     found = {
         "Task": ", ".join(map(str, mixture)) if isinstance(mixture, Mapping) else _at(settings, "task", "name"),
         "Prompts": _at(settings, "data", "source"),
         "Model": _at(settings, "model", "name"),
         "Algorithm": _at(settings, "algorithm"),
-        "Evaluation": _at(settings, "label"),
     }
     return {name: value for name, value in found.items() if isinstance(value, str) and value}
 
 
-def total_steps(settings: Mapping[str, Any]) -> int | None:
-    """Return the number of steps that a run's settings plan; None if unknown."""
-    steps = _at(settings, "plan", "steps") or _at(settings, "train", "steps")
-    return steps if type(steps) is int and steps > 0 else None
-
-
-def headline(settings: Mapping[str, Any], default: str = "RLOO run") -> str:
-    """Return a title with algorithm, model and task, for example ``rloo on addition (embedded)``."""
-    facts = describe_settings(settings)
-    model, task, algorithm = (facts.get(name, "") for name in ("Model", "Task", "Algorithm"))
-    if not (task and algorithm):
-        return default
-    return f"{algorithm} on {task}" + (f" ({model})" if model else "")
-
-
-def measure(series: Series) -> dict[str, float]:
-    """Return wall and CPU seconds, tokens and speeds of a run, for those that were logged.
-
-    ``wall`` is the sum over the steps, without start-up and checkpoints. ``rate`` is the median of the sampled tokens
-    per second of collection, and ``step`` the median seconds of a step, over the last 20 steps.
-    """
-    seconds, tokens, cpu = (series.column(n)[1] for n in ("time/step", "num_tokens", "cpu_seconds"))
-    found = {"wall": seconds.sum(), "step": np.median(seconds[-_RECENT:])} if len(seconds) else {}
-    found |= {"cpu": cpu[-1]} if len(cpu) else {}
-    found |= {"tokens": tokens[-1]} if len(tokens) else {}
-    rate = series.column("tokens_per_second")[1][-_RECENT:]
-    return {name: float(value) for name, value in (found | ({"rate": np.median(rate)} if len(rate) else {})).items()}
-
-
 def run_facts(series: Series, settings: Mapping[str, Any], command: str | None = None) -> dict[str, str]:
     """Return the facts of a run as texts by title."""
-    found, measured = describe_settings(settings), measure(series)
-    if command:
-        found["Command"] = mask_command(command)
+    found = describe_settings(settings) | ({"Command": mask_command(command)} if command else {})
+    seconds, tokens, cpu, rate = (
+        series.column(name)[1] for name in ("time/step", "num_tokens", "cpu_seconds", "tokens_per_second")
+    )
     if series.steps is not None:
-        planned = total_steps(settings)
-        found["Steps"] = f"{series.steps[1]:,}" + (f" of {planned:,}" if planned else "")
-    if "wall" in measured:
-        found["Time"] = f"{duration(measured['wall'])} of steps"
-        found["Time"] += f", {duration(measured['cpu'])} of CPU" if "cpu" in measured else ""
-    if "tokens" in measured:
-        found["Tokens"] = f"{measured['tokens']:,.0f} with prompts"
-    if "rate" in measured:
-        found["Sampling"] = f"{measured['rate']:,.0f} tokens/s (median of the last steps)"
+        planned = _at(settings, "plan", "steps") or _at(settings, "train", "steps")
+        found["Steps"] = f"{series.steps[1]:,}" + (f" of {planned:,}" if type(planned) is int else "")
+    if len(seconds):  # without start-up
+        found["Time"] = f"{duration(seconds.sum())} of steps" + (f", {duration(cpu[-1])} of CPU" if len(cpu) else "")
+    if len(tokens):
+        found["Tokens"] = f"{tokens[-1]:,.0f} with prompts"
+    if len(rate):
+        found["Sampling"] = f"{np.median(rate[-_RECENT:]):,.0f} tokens/s (median of the last steps)"
     return found | {"Versions": ", ".join(f"{name} {version}" for name, version in package_versions().items())}
 
 
@@ -414,15 +375,19 @@ def markdown_report(
     """
     parts = [f"## {escape_markdown(title)}", "\n".join(map(escape_markdown, sentences))]
     if changes:
-        rows = [
-            [c.name, _measured(c.first, c.steps[0]), _measured(c.last, c.steps[1]), _interval(c.difference)]
-            for c in changes
-        ]
-        parts.append(_table(["Held out", "first", "last", "difference"], rows))
-    parts.append(_table(["", ""], [[name, value] for name, value in facts.items()]))
+        parts.append(_markdown_table(["Held out", "first", "last", "difference"], [*map(_change_row, changes)]))
+    parts.append(_markdown_table(["", ""], [[name, value] for name, value in facts.items()]))
     if events:
-        rows = [[event.severity, event.rule, _period(event), event.sentence] for event in events]
-        parts.append(_table(["Health", "rule", "steps", ""], rows))
+        rows = [
+            [
+                event.severity,
+                event.rule,
+                f"{event.step}-{'' if event.cleared is None else event.cleared}",
+                event.sentence,
+            ]
+            for event in events
+        ]
+        parts.append(_markdown_table(["Health", "rule", "steps", ""], rows))
     if links:
         shown = (f"[{escape_markdown(label)}]({quote(address)})" for label, address in links[:5])
         parts.append("Transcripts: " + ", ".join(shown))
@@ -440,14 +405,6 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|>#~$!@])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *([escape_markdown(str(cell)) for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
-
-
-def _period(event: HealthEvent) -> str:
-    return f"{event.step}-{'' if event.cleared is None else event.cleared}"
-
-
-def _measured(values: Interval, step: int) -> str:
-    return f"{_interval(values)} at step {step:,}"

@@ -7,7 +7,8 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,32 +50,21 @@ def read_events(records: Iterable[Mapping[str, Any]]) -> list[HealthEvent]:
     ended: list[HealthEvent] = []
     lasting: dict[str, HealthEvent] = {}
     for record in records:
-        event = _parse(record)
-        if event is None:
+        step, rule, severity = (record.get(name) for name in ("step", "rule", "severity"))
+        if type(step) is not int or not isinstance(rule, str):
             continue
-        before = lasting.pop(event.rule, None)
+        before = lasting.pop(rule[:_LONGEST], None)
         if record.get("state") == "cleared" and before is not None:
-            ended.append(HealthEvent(**vars(before) | {"cleared": event.step}))
+            ended.append(replace(before, cleared=step))
         elif record.get("state") == "fired":
-            lasting[event.rule] = event if before is None else before
-    urgency = SEVERITIES.index
-    return [
-        *sorted(lasting.values(), key=lambda event: (urgency(event.severity), -event.step)),
-        *sorted(ended, key=lambda event: (urgency(event.severity), -event.step)),
-    ]
+            texts = (str(record.get("sentence") or rule)[:_LONGEST], str(record.get("remedy") or "")[:_LONGEST])
+            event = HealthEvent(step, rule[:_LONGEST], severity if severity in SEVERITIES else "info", *texts)
+            lasting[event.rule] = before or event
 
+    def urgency(event: HealthEvent) -> tuple[int, int]:
+        return SEVERITIES.index(event.severity), -event.step
 
-def _parse(record: Mapping[str, Any]) -> HealthEvent | None:
-    step, severity = record.get("step"), record.get("severity")
-    if type(step) is not int or not isinstance(record.get("rule"), str):
-        return None
-    return HealthEvent(
-        step=step,
-        rule=record["rule"][:_LONGEST],
-        severity=severity if severity in SEVERITIES else "info",
-        sentence=str(record.get("sentence") or record["rule"])[:_LONGEST],
-        remedy=str(record.get("remedy") or "")[:_LONGEST],
-    )
+    return sorted(lasting.values(), key=urgency) + sorted(ended, key=urgency)
 
 
 def read_health(path: Path) -> list[HealthEvent]:
@@ -90,15 +80,11 @@ def read_health(path: Path) -> list[HealthEvent]:
         start = max(0, status.st_size - _TAIL)
         file.seek(start)
         lines = file.read(_TAIL).split(b"\n")
-    return read_events(filter(None, map(_parse_line, lines[1 if start else 0 : -1])))
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+    records = []
+    for line in lines[1 if start else 0 : -1]:
+        with suppress(ValueError, RecursionError):
+            records.append(json.loads(line))
+    return read_events(record for record in records if isinstance(record, dict))
 
 
 class Change(NamedTuple):

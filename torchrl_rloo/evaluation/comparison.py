@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrl_rloo.diagnostics.curves import save_figure
 from torchrl_rloo.evaluation.result import EvaluatedSample, EvaluationResult
 from torchrl_rloo.evaluation.statistics import PairedTest, paired_test, round_values
 from torchrl_rloo.functional.statistics import Interval
-from torchrl_rloo.runtime.files import write_text
+from torchrl_rloo.runtime.files import atomic_write, make_folder, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -232,7 +231,10 @@ def plot_comparison(comparison: Comparison, path: str | Path, *, metrics: Sequen
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    return save_figure(figure, Path(path))
+    make_folder(Path(path).parent)
+    with atomic_write(Path(path)) as file:
+        figure.savefig(file, format="png")
+    return Path(path)
 
 
 def _draw_intervals(

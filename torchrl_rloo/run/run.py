@@ -116,7 +116,7 @@ class Run:
         step: current step, or the last one that is done. 0 before the first.
         metrics: metrics logged so far in the current step.
         logger: the :class:`RunLogger`.
-        timer: the :class:`StepTimer`, with the times of the last steps.
+        timer: the :class:`StepTimer`.
 
     Raises:
         ValueError: if an argument is out of range. On entering, if the settings differ from those of the checkpoint,
