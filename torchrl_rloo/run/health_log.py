@@ -24,7 +24,7 @@ class Monitor(Protocol):
     lr_factor: float
     max_rollbacks: int
 
-    def update(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None) -> list[Any]:
+    def update(self, step: int, metrics: Mapping[str, float]) -> list[Any]:
         """Return the events of a step, each with ``rule``, ``since``, ``sentence`` and ``record()``."""
 
     def action(self, event: Any) -> str | None:
@@ -63,17 +63,11 @@ class HealthLog:
         self.monitor, self._path, self._show = monitor, directory / FILE, show
         self._rollbacks, self._lr_scale = 0, 1.0
 
-    def check(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        timings: Mapping[str, float],
-        checkpoints: Callable[[], list[int]],
-    ) -> Verdict | None:
+    def check(self, step: int, metrics: Mapping[str, float], checkpoints: Callable[[], list[int]]) -> Verdict | None:
         """Judge a step, record its events, and decide; ``checkpoints`` returns the steps of all, in ascending order."""
-        if not metrics and not timings:
+        if not metrics:
             return None
-        events = self.monitor.update(step, metrics, timings)
+        events = self.monitor.update(step, metrics)
         for event in events:
             self._record(event.record())
             self._show(str(event))

@@ -321,9 +321,9 @@ class Run:
             if self.ranks.is_main:
                 self.logger.log(self.step, metrics, timings=timings)
         # All ranks meet there, also one that logged nothing
-        self._check_health(metrics, timings)
+        self._check_health(metrics)
 
-    def _check_health(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+    def _check_health(self, metrics: Mapping[str, float]) -> None:
         """Evaluate the rules on rank 0; on all ranks, raise if one of them ends the run or takes it back."""
         if self._health is None:
             return
@@ -332,7 +332,7 @@ class Run:
             self._checkpoints.wait()
             return self._checkpoints.steps()
 
-        raise_verdict(self.ranks.broadcast(lambda: self._health.check(self.step, metrics, timings, checkpoints)))
+        raise_verdict(self.ranks.broadcast(lambda: self._health.check(self.step, metrics, checkpoints)))
 
     def _report_failure(self, error: BaseException | None) -> None:
         """Show an error that has metrics, such as a gradient that is not finite, to the rules, which may go back."""
