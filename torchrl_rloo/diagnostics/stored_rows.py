@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import final_return
 from torchrl_rloo.data.rows import concatenate, ragged, stack_rows, unbind_rows
 from torchrl_rloo.data.stop_reasons import abstains, stop_reason
-from torchrl_rloo.diagnostics.token_texts import TokenTexts
 from torchrl_rloo.envs.transforms.reward import make_reward_batch
 from torchrl_rloo.functional.advantages import ESTIMATORS
 from torchrl_rloo.functional.rewards import combine_rewards
@@ -28,9 +27,6 @@ from torchrl_rloo.rewards.protocol import RewardBatch, TrainerState
 from torchrl_rloo.rewards.registry import RewardSpec
 from torchrl_rloo.rewards.runner import RewardRunner
 from torchrl_rloo.runtime.lookup import resolve
-
-# Comparison of two rewards
-
 
 MAX_LISTED = 10  # groups that change most
 
@@ -72,19 +68,22 @@ class RewardComparison:
     def table(self) -> str:
         """Return the comparison as a table of text."""
         old, new = self.old, self.new
-        lines = [f"{self.rows:,} rows in {self.groups:,} groups, advantages: {self.estimator}", ""]
-        lines.append(f"{'':<34}{'old':>10}{'new':>10}{'change':>10}")
-        lines.append(_line("reward", old.reward, new.reward))
-        for name in dict.fromkeys([*old.functions, *new.functions]):
-            lines.append(_line(f"  {name}", old.functions.get(name), new.functions.get(name)))
-        lines.append(_line("standard deviation of the reward", old.reward_std, new.reward_std))
-        lines.append(_line("rows without a reward", old.abstained, new.abstained))
-        lines.append(_line("groups without signal", old.dead_groups, new.dead_groups))
-        lines.append(_line("mean size of an advantage", old.mean_advantage, new.mean_advantage))
-        lines.append("")
-        lines.append(f"rewards that differ: {_share(self.changed_rewards, self.rows)} rows")
-        lines.append(f"advantages with another sign: {_share(self.changed_signs, self.rows)} rows")
-        lines.append(f"groups that lose their signal: {self.newly_dead:,}; that gain one: {self.revived:,}")
+        functions = dict.fromkeys([*old.functions, *new.functions])
+        lines = [
+            f"{self.rows:,} rows in {self.groups:,} groups, advantages: {self.estimator}",
+            "",
+            f"{'':<34}{'old':>10}{'new':>10}{'change':>10}",
+            _line("reward", old.reward, new.reward),
+            *(_line(f"  {name}", old.functions.get(name), new.functions.get(name)) for name in functions),
+            _line("standard deviation of the reward", old.reward_std, new.reward_std),
+            _line("rows without a reward", old.abstained, new.abstained),
+            _line("groups without signal", old.dead_groups, new.dead_groups),
+            _line("mean size of an advantage", old.mean_advantage, new.mean_advantage),
+            "",
+            f"rewards that differ: {_share(self.changed_rewards, self.rows)} rows",
+            f"advantages with another sign: {_share(self.changed_signs, self.rows)} rows",
+            f"groups that lose their signal: {self.newly_dead:,}; that gain one: {self.revived:,}",
+        ]
         if self.rank_agreement is None:
             lines.append("ranking: no group has a signal in both")
         else:
@@ -112,18 +111,7 @@ def compare_rewards(
     new_names: Sequence[str] = (),
     failures: Mapping[str, int] | None = None,
 ) -> RewardComparison:
-    """Compare two rewards of the same rows.
-
-    Args:
-        old: ``[N]`` old rewards, NaN where a row abstains.
-        new: ``[N]`` new rewards.
-        group_ids: ``[N]`` int64.
-        estimator: name in :data:`~torchrl_rloo.functional.advantages.ESTIMATORS`.
-        old_scores: ``[N, F]`` scores of the old functions; None if they are unknown.
-        new_scores: ``[N, F']`` scores of the new functions; None if they are unknown.
-        old_names: their names.
-        new_names: their names.
-        failures: failed samples by function and kind.
+    """Compare two rewards ``[N]`` of the same rows, NaN where a row abstains, and scores ``[N, F]`` if they are known.
 
     Example:
         >>> ids = torch.tensor([5, 5, 6, 6])
@@ -157,14 +145,10 @@ def compare_rewards(
 
 
 def kendall_tau(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return Kendall's tau-b of two rankings of the same items, which corrects for ties.
+    """Return Kendall's tau-b of two rankings ``[n]`` of the same items, neither all equal; it corrects for ties.
 
     Kendall 1945, "The treatment of ties in ranking problems": the sum of the products of the signs of all pairwise
     differences, over the geometric mean of their squares.
-
-    Args:
-        x: ``[n]``, not all equal.
-        y: ``[n]``, not all equal.
 
     Example:
         >>> kendall_tau(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0]))
@@ -240,10 +224,6 @@ class Rescorer:
         clip_range: bounds of the weighted sum; None disables clipping.
         executor: executor of the functions; None runs them inline.
 
-    Attributes:
-        names: names of the functions.
-        counts: numbers of failed samples and of duplicates, as in :class:`~torchrl_rloo.rewards.RewardRunner`.
-
     Raises:
         ValueError: if the number of weights differs from that of the functions, or a function is unknown.
 
@@ -270,17 +250,10 @@ class Rescorer:
         self.clip_range = None if clip_range is None else (float(clip_range[0]), float(clip_range[1]))
 
     def scores(self, rows: TensorDictBase, step: int | None = None) -> torch.Tensor:
-        """Return the scores ``[B, F]`` of finished rows.
+        """Return the scores ``[B, F]`` of finished rows with text; ``step`` is the training step that functions see.
 
         NaN stands where a function abstained or failed, and for rows that abstain themselves (a failed or cancelled
         conversation), which no function sees.
-
-        Args:
-            rows: ``[B]`` rows with text.
-            step: training step of the rows, which functions see as ``trainer_state``. None is the first.
-
-        Raises:
-            ValueError: if the rows have no text.
         """
         found = torch.full((len(rows), len(self.names)), math.nan)
         given = [i for i, row in enumerate(unbind_rows(rows)) if not abstains_itself(row)]
@@ -337,16 +310,9 @@ def old_returns(rows: TensorDictBase, notes: Mapping[str, Any]) -> torch.Tensor:
 
 
 def rescore_rows(rows: TensorDictBase, scores: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> TensorDictBase:
-    """Return rows with new scores. The environment's own reward and a KL stay in the return.
+    """Return rows with new scores ``[B, F]``, given old and new combined scores ``[B]``.
 
-    Args:
-        rows: ``[B]`` stored rows, which stay as they are.
-        scores: ``[B, F]`` new scores.
-        old: ``[B]`` old combined scores.
-        new: ``[B]`` new combined scores.
-
-    Returns:
-        ``[B]`` rows that share all other entries.
+    The environment's own reward and a KL stay in the return. The rows share all other entries with the old ones.
     """
     written = []
     for i, row in enumerate(rows.unbind(0)):
@@ -371,14 +337,14 @@ def rescore(
     One file is in memory at a time.
 
     Args:
-        files: the stored rows.
-        rescorer: the new reward functions.
+        files: stored rows.
+        rescorer: new reward functions.
         estimator: advantage estimator, a name in :data:`~torchrl_rloo.functional.advantages.ESTIMATORS`.
         step: training step to score; None scores all.
         output: new folder for the rows with their new rewards, in the same files and order. None writes none.
 
     Returns:
-        The comparison, also as a table: ``print(result.table())``.
+        Comparison; ``print(result.table())`` shows it.
 
     Raises:
         ValueError: if there are no rows, rows have no text, or ``output`` has rows already.
@@ -443,42 +409,25 @@ def _stored_scores(rows: TensorDictBase) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class TokenChange:
-    """Largest change of a log-prob in a row."""
-
-    place: int
-    text: str
-    old: float
-    new: float
-
-
-@dataclass(frozen=True)
 class ReplayedRows:
-    """Rows with the log-probs of a model.
-
-    Attributes:
-        rows: ``[B]`` rows with ``PROXIMAL_LOG_PROBS`` (those of the model) and ``ADVANTAGE``.
-        changes: largest change of each row; None for a row without action tokens.
-    """
+    """Rows ``[B]`` with ``PROXIMAL_LOG_PROBS`` of a model and ``ADVANTAGE``."""
 
     rows: TensorDictBase
-    changes: list[TokenChange | None]
 
     def table(self, limit: int | None = None) -> str:
-        """Return a line per row."""
+        """Return a line per row, with the mean and the largest change of a log-prob."""
         lines = [f"{'group':>8}{'reward':>9}{'advantage':>11}{'tokens':>8}{'mean change':>13}  largest change"]
-        for row, change in list(zip(unbind_rows(self.rows), self.changes, strict=True))[:limit]:
-            mask = row[keys.ACTION_MASK]
-            difference = (row[keys.PROXIMAL_LOG_PROBS] - row[keys.LOG_PROBS])[mask]
-            mean = float(difference.abs().mean()) if len(difference) else 0.0
+        for row in unbind_rows(self.rows)[:limit]:
+            (places,) = row[keys.ACTION_MASK].nonzero(as_tuple=True)
+            old, new = row[keys.LOG_PROBS][places], row[keys.PROXIMAL_LOG_PROBS][places]
+            change = (new - old).abs()
             reward, advantage = (float(row[key].float().mean()) for key in (keys.REWARD, keys.ADVANTAGE))
-            largest = "-"
-            if change is not None:
-                largest = f"token {change.place} {change.text!r}: {change.old:.4f} -> {change.new:.4f}"
-            lines.append(
-                f"{int(row[keys.GROUP_ID]):>8}{reward:>9.3f}{advantage:>+11.3f}{int(mask.sum()):>8}{mean:>13.5f}  "
-                f"{largest}"
-            )
+            mean, largest = 0.0, "-"
+            if len(places):
+                mean, at = float(change.mean()), int(change.argmax())
+                largest = f"token {int(places[at])}: {float(old[at]):.4f} -> {float(new[at]):.4f}"
+            group = int(row[keys.GROUP_ID])
+            lines.append(f"{group:>8}{reward:>9.3f}{advantage:>+11.3f}{len(places):>8}{mean:>13.5f}  {largest}")
         if limit is not None and len(self.rows) > limit:
             lines.append(f"and {len(self.rows) - limit} more rows")
         return "\n".join(lines)
@@ -513,32 +462,7 @@ def replay_groups(
         raise ValueError(f"{where} has no rows")
     # Copy the rows, whose tensors are views of the file's
     rows = stack_rows([row.copy() for row in concatenate(list(found.values())).unbind(0)])
-    record_on_cpu(scorer, rows, micro_batch_size=micro_batch_size)
-    rows = MCAdvantage(estimator=estimator).inv(rows)
-    texts = TokenTexts(scorer.tokenizer)
-    return ReplayedRows(rows, [_largest_change(row, texts) for row in unbind_rows(rows)])
-
-
-def record_on_cpu(scorer: Scorer, rows: TensorDictBase, entropy: NestedKey | None = None, **limits: int | None) -> None:
-    """Score rows in place, and keep the scores in CPU memory, where stored rows are.
-
-    Args:
-        scorer: scorer of the rows, on any device.
-        rows: ``[B]`` rows.
-        entropy: key of the entropies; None records none.
-        **limits: limits of :func:`~torchrl_rloo.modules.record_log_probs` on a pass.
-    """
-    record_log_probs(scorer, rows, entropy=entropy, **limits)
+    record_log_probs(scorer, rows, micro_batch_size=micro_batch_size)
     for row in unbind_rows(rows):
-        for key in (keys.PROXIMAL_LOG_PROBS, entropy):
-            if key is not None:
-                row.set(key, row[key].cpu())
-
-
-def _largest_change(row: TensorDictBase, texts: TokenTexts) -> TokenChange | None:
-    mask = row[keys.ACTION_MASK]
-    if not bool(mask.any()):
-        return None
-    old, new = row[keys.LOG_PROBS], row[keys.PROXIMAL_LOG_PROBS]
-    place = int(torch.where(mask, (new - old).abs(), -1.0).argmax())
-    return TokenChange(place, texts.token_text(int(row[keys.TOKENS][place])), float(old[place]), float(new[place]))
+        row.set(keys.PROXIMAL_LOG_PROBS, row[keys.PROXIMAL_LOG_PROBS].cpu())  # where stored rows are
+    return ReplayedRows(MCAdvantage(estimator=estimator).inv(rows))
