@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_rloo.diagnostics.token_texts import TokenTexts
+from torchrl_rloo.diagnostics.transcripts import TokenTexts
 from torchrl_rloo.embedded import build_tokenizer
 
 TEXTS = ["the answer is one", "don't answer the other", "\u00e9t\u00e9, na\u00efve \u4f60\u597d", "a, b. c!"]

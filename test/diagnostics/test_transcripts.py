@@ -19,6 +19,7 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
+from torchrl_rloo.diagnostics import transcripts
 from torchrl_rloo.diagnostics.transcripts import (
     find_blocks,
     find_calls,
@@ -211,12 +212,11 @@ def test_the_policy_allows_this_script_and_style_alone(tmp_path):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|https?:", page.found["script"][0])
 
 
-def test_the_first_rows_and_how_many_there_were(tmp_path):
+def test_the_first_rows_and_how_many_there_were(tmp_path, monkeypatch):
     rows, tokenizer = collect(turns=1)
-    data = Page(write_transcripts(tmp_path / "page.html", rows, tokenizer, max_rows=3)).data
+    monkeypatch.setattr(transcripts, "MAX_ROWS", 3)
+    data = Page(write_transcripts(tmp_path / "page.html", rows, tokenizer)).data
     assert len(data["rows"]) == 3 and data["total"] == 4
-    with pytest.raises(ValueError, match="max_rows=0"):
-        write_transcripts(tmp_path / "page.html", rows, tokenizer, max_rows=0)
     with pytest.raises(ValueError, match="empty"):
         write_transcripts(tmp_path / "page.html", [], tokenizer)
 

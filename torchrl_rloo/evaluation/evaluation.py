@@ -415,7 +415,6 @@ def write_evaluation_transcripts(
     *,
     title: str = "",
     settings: Mapping[str, Any] | None = None,
-    max_rows: int = 500,
 ) -> Path:
     """Write the conversations of an evaluation as a page, with its scores in place of rewards.
 
@@ -427,13 +426,12 @@ def write_evaluation_transcripts(
         tokenizer: tokenizer of the policy.
         title: title of the page; empty takes the evaluation's label.
         settings: settings to show in addition to those of the evaluation; None adds none.
-        max_rows: largest number of conversations to write, in the order of the prompts.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: if the result has no rows, or ``max_rows`` is below 1.
+        ValueError: if the result has no rows.
     """
     if result.rows is None:
         raise ValueError("result has no rows; keep them with Evaluation.run(keep_rows=True)")
@@ -459,6 +457,5 @@ def write_evaluation_transcripts(
         title=title or f"Evaluation {result.settings.label}".strip(),
         settings={**(settings or {}), "metrics": metrics, "evaluation": evaluation},
         reward_names=scorers,
-        max_rows=max_rows,
         fields=fields,
     )
