@@ -273,7 +273,7 @@ class LoggerConfig:
     """Metrics and tables of a run."""
 
     samples: int = 8  # rows per table of samples; 0: no tables
-    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard, csv, wandb, mlflow, trackio
+    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])  # of tensorboard, wandb, mlflow, trackio
     logger_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments by logger: {wandb: {project: rloo}}
 
 

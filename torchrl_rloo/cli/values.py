@@ -101,7 +101,7 @@ CHOICES = {
     "format": ("parquet", "jsonl"),
     "kl.estimator": ("k1", "k2", "k3"),
     "kl.where": ("reward", "token", "loss"),
-    "log.loggers": ("tensorboard", "csv", "wandb", "mlflow", "trackio"),
+    "log.loggers": ("tensorboard", "wandb", "mlflow", "trackio"),
     "model.dtype": DTYPES,
     "model.quantization": ("nf4",),
     "optimizer.name": (  # training.OPTIMIZERS

@@ -36,8 +36,7 @@ class RunLogger:
 
     Args:
         directory: directory of the files, created if necessary.
-        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"`` and ``"trackio"``. The first entry opens
-            them.
+        loggers: any of ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and ``"trackio"``. The first entry opens them.
         progress: True shows a progress bar, False nothing. None shows a bar on a terminal and otherwise about 20 plain
             lines per run.
         total_steps: number of the last step, for the display.
@@ -53,7 +52,7 @@ class RunLogger:
 
     Example:
         >>> import tempfile
-        >>> with RunLogger(tempfile.mkdtemp(), loggers=["csv"], progress=False) as logger:
+        >>> with RunLogger(tempfile.mkdtemp(), loggers=[], progress=False) as logger:
         ...     logger.log(1, {"reward": 0.5}, timings={"time/step": 1.9})
         >>> logger.history
         [{'step': 1, 'reward': 0.5}]
