@@ -20,7 +20,6 @@ import torch
 from torchrl_rloo.run.checkpoint import Checkpointer
 from torchrl_rloo.run.health_log import (
     HealthLog,
-    Monitor,
     RollbackError,
     UnhealthyRunError,
     raise_verdict,
@@ -154,7 +153,7 @@ class Run:
         stop_after: int | None = None,
         asynchronous: bool = False,
         ranks: Ranks | None = None,
-        health: Monitor | None = None,
+        health: Any = None,
         headline: tuple[str, ...] = ("reward", "time/step"),
         loggers: tuple[str, ...] | list[str] = ("tensorboard",),
         logger_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
