@@ -1,4 +1,4 @@
-"""Self-contained HTML report of a run, and its summary as JSON and Markdown."""
+"""Self-contained HTML report of a run, and its summary as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
@@ -53,11 +52,11 @@ def write_report(
     title: str | None = None,
     finished: bool = True,
 ) -> Path:
-    """Write the self-contained page ``report.html``, with ``report.md`` and ``summary.json``.
+    """Write the self-contained page ``report.html``, with ``summary.json``.
 
     The page starts with a verdict in two sentences and facts of the run. It also shows events of the health rules and
     links transcripts, if they are in ``directory``. The page of an unfinished run reloads itself, and comes without
-    the other files.
+    the other file.
 
     Args:
         directory: output directory of the run, created if missing.
@@ -92,13 +91,11 @@ def write_report(
     waits = summarize_waits(join_entries(history, timings))
     sentences, changes = verdict(series, events, waits.sentence if waits else ""), evaluation_changes(series)
     links = transcript_links(directory)
-    # Write the other files
     if finished:
         record = {**summary, **({"command": facts["Command"]} if command else {})}
         record |= {"settings": settings} if settings else {}
         text = json.dumps(_replace_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
         write_text(directory / "summary.json", text + "\n")
-        write_text(directory / "report.md", markdown_report(title, facts, sentences, changes, events, links))
     # Assemble the page; what is looked up rather than read is folded
     told = {"cpu_seconds", *(f"{change.name}_{when}" for change in changes for when in ("before", "after"))}
     shown = {name: value for name, value in summary.items() if name not in told}
@@ -165,17 +162,14 @@ def _event(event: HealthEvent) -> str:
     )
 
 
-def _change_row(change: Change) -> list[str]:
-    ends = zip((change.first, change.last), change.steps, strict=True)
-    shown = [f"{_interval(values)} at step {step:,}" for values, step in ends]
-    return [change.name, *shown, _interval(change.difference)]
-
-
 def _changes(changes: Sequence[Change]) -> str:
+    rows = []
+    for change in changes:
+        ends = zip((change.first, change.last), change.steps, strict=True)
+        shown = [f"{_interval(values)} at step {step:,}" for values, step in ends]
+        rows.append([change.name, *shown, _interval(change.difference)])
     note = "In parentheses: 95 % intervals over the prompts; that of the difference takes both as independent."
-    return (
-        f'{_grid(("metric", "first", "last", "difference"), [*map(_change_row, changes)])}\n<p class="faint">{note}</p>'
-    )
+    return f'{_grid(("metric", "first", "last", "difference"), rows)}\n<p class="faint">{note}</p>'
 
 
 def _interval(values: Interval) -> str:
@@ -348,63 +342,3 @@ def transcript_links(directory: Path) -> list[tuple[str, str]]:
 def _label(name: str) -> str:
     found = re.fullmatch(r"step_(\d+)\.html", name)
     return f"step {int(found[1])}" if found else name.removesuffix(".html")
-
-
-# Markdown
-
-
-def markdown_report(
-    title: str,
-    facts: Mapping[str, str],
-    sentences: Sequence[str],
-    changes: Sequence[Change],
-    events: Sequence[HealthEvent] = (),
-    links: Sequence[Sequence[str]] = (),
-) -> str:
-    """Return the verdict, the held-out evaluation, facts and health events of a run as Markdown.
-
-    Example:
-        >>> print(markdown_report("rloo on addition", {"Steps": "40"}, ["Learned."], []).strip())
-        ## rloo on addition
-        <BLANKLINE>
-        Learned.
-        <BLANKLINE>
-        | | |
-        | --- | --- |
-        | Steps | 40 |
-    """
-    parts = [f"## {escape_markdown(title)}", "\n".join(map(escape_markdown, sentences))]
-    if changes:
-        parts.append(_markdown_table(["Held out", "first", "last", "difference"], [*map(_change_row, changes)]))
-    parts.append(_markdown_table(["", ""], [[name, value] for name, value in facts.items()]))
-    if events:
-        rows = [
-            [
-                event.severity,
-                event.rule,
-                f"{event.step}-{'' if event.cleared is None else event.cleared}",
-                event.sentence,
-            ]
-            for event in events
-        ]
-        parts.append(_markdown_table(["Health", "rule", "steps", ""], rows))
-    if links:
-        shown = (f"[{escape_markdown(label)}]({quote(address)})" for label, address in links[:5])
-        parts.append("Transcripts: " + ", ".join(shown))
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def escape_markdown(text: str) -> str:
-    """Return text that Markdown shows as it is, in one line.
-
-    Example:
-        >>> escape_markdown("a|b <i> [x](y) clip_ratio/low")
-        'a\\\\|b &lt;i\\\\> \\\\[x\\\\](y) clip\\\\_ratio/low'
-    """
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return re.sub(r"([\\`*_\[\]|>#~$!@])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
-
-
-def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *([escape_markdown(str(cell)) for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
