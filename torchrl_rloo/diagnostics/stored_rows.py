@@ -31,33 +31,30 @@ from torchrl_rloo.runtime.lookup import resolve
 MAX_LISTED = 10  # groups that change most
 
 
-@dataclass(frozen=True)
-class RewardSummary:
-    """Numbers of one reward."""
-
-    reward: float
-    reward_std: float
-    abstained: int
-    dead_groups: int
-    mean_advantage: float
-    functions: dict[str, float] = field(default_factory=dict)
+# Numbers of each reward, and their names in the table
+_NUMBERS = {
+    "reward_std": "standard deviation of the reward",
+    "abstained": "rows without a reward",
+    "dead_groups": "groups without signal",
+    "mean_advantage": "mean size of an advantage",
+}
 
 
 @dataclass(frozen=True)
 class RewardComparison:
-    """Old and new rewards of the same rows."""
+    """Old and new rewards of the same rows; ``old`` and ``new`` have ``reward``, ``functions`` and numbers by name."""
 
     rows: int
     groups: int
     estimator: str
-    old: RewardSummary
-    new: RewardSummary
+    old: dict[str, Any]
+    new: dict[str, Any]
     changed_rewards: int
     changed_signs: int
     newly_dead: int
     revived: int
-    rank_agreement: float | None
-    same_best: float | None
+    rank_agreement: float | None  # mean of Kendall's tau over the groups with a signal in both
+    same_best: float | None  # share of these groups that keep a best row
     most_changed: list[int]
     failures: dict[str, int] = field(default_factory=dict)
 
@@ -68,29 +65,23 @@ class RewardComparison:
     def table(self) -> str:
         """Return the comparison as a table of text."""
         old, new = self.old, self.new
-        functions = dict.fromkeys([*old.functions, *new.functions])
+        names = dict.fromkeys([*old["functions"], *new["functions"]])
         lines = [
             f"{self.rows:,} rows in {self.groups:,} groups, advantages: {self.estimator}",
             "",
             f"{'':<34}{'old':>10}{'new':>10}{'change':>10}",
-            _line("reward", old.reward, new.reward),
-            *(_line(f"  {name}", old.functions.get(name), new.functions.get(name)) for name in functions),
-            _line("standard deviation of the reward", old.reward_std, new.reward_std),
-            _line("rows without a reward", old.abstained, new.abstained),
-            _line("groups without signal", old.dead_groups, new.dead_groups),
-            _line("mean size of an advantage", old.mean_advantage, new.mean_advantage),
+            _line("reward", old["reward"], new["reward"]),
+            *(_line(f"  {name}", old["functions"].get(name), new["functions"].get(name)) for name in names),
+            *(_line(title, old[name], new[name]) for name, title in _NUMBERS.items()),
             "",
             f"rewards that differ: {_share(self.changed_rewards, self.rows)} rows",
             f"advantages with another sign: {_share(self.changed_signs, self.rows)} rows",
             f"groups that lose their signal: {self.newly_dead:,}; that gain one: {self.revived:,}",
+            "ranking: no group has a signal in both"
+            if self.rank_agreement is None
+            else f"ranking within groups: Kendall's tau {self.rank_agreement:.3f}; best row kept in "
+            f"{100 * self.same_best:.1f} % of the groups with a signal in both",
         ]
-        if self.rank_agreement is None:
-            lines.append("ranking: no group has a signal in both")
-        else:
-            lines.append(
-                f"ranking within groups: Kendall's tau {self.rank_agreement:.3f}; best row kept in "
-                f"{100 * self.same_best:.1f} % of the groups with a signal in both"
-            )
         if self.most_changed:
             lines.append(f"groups that change most: {', '.join(map(str, self.most_changed))}")
         if self.failures:
@@ -105,18 +96,15 @@ def compare_rewards(
     group_ids: torch.Tensor,
     *,
     estimator: str = "rloo",
-    old_scores: torch.Tensor | None = None,
-    new_scores: torch.Tensor | None = None,
-    old_names: Sequence[str] = (),
-    new_names: Sequence[str] = (),
+    functions: Sequence[Mapping[str, float]] = ({}, {}),
     failures: Mapping[str, int] | None = None,
 ) -> RewardComparison:
-    """Compare two rewards ``[N]`` of the same rows, NaN where a row abstains, and scores ``[N, F]`` if they are known.
+    """Compare two rewards ``[N]`` of the same rows, NaN where a row abstains; ``functions`` are means by function.
 
     Example:
         >>> ids = torch.tensor([5, 5, 6, 6])
         >>> compared = compare_rewards(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 1.0, 1.0]), ids)
-        >>> compared.changed_signs, compared.rank_agreement, compared.old.dead_groups, compared.most_changed
+        >>> compared.changed_signs, compared.rank_agreement, compared.old["dead_groups"], compared.most_changed
         (2, -1.0, 1, [5])
     """
     estimate = resolve("estimator", estimator, ESTIMATORS)
@@ -127,12 +115,23 @@ def compare_rewards(
     order = sums.argsort(descending=True, stable=True)[:MAX_LISTED]
     differs = (old != new) & ~(old.isnan() & new.isnan())
     tau, best = _ranking(old, new, groups, alive[0] & alive[1])
+    numbers = [
+        {
+            "reward": float(rewards.nanmean()),
+            "reward_std": float(nanstd(rewards)),
+            "abstained": int(rewards.isnan().sum()),
+            "dead_groups": int((~alive[k]).sum()),
+            "mean_advantage": float(advantages[k].abs().mean()),
+            "functions": dict(functions[k]),
+        }
+        for k, rewards in enumerate((old, new))
+    ]
     return RewardComparison(
         rows=len(old),
         groups=len(ids),
         estimator=estimator,
-        old=_summary(old, advantages[0], alive[0], old_scores, old_names),
-        new=_summary(new, advantages[1], alive[1], new_scores, new_names),
+        old=numbers[0],
+        new=numbers[1],
         changed_rewards=int(differs.sum()),
         changed_signs=int((advantages[0].sign() != advantages[1].sign()).sum()),
         newly_dead=int((alive[0] & ~alive[1]).sum()),
@@ -173,25 +172,6 @@ def _ranking(
             taus.append(kendall_tau(x, y))
             kept.append(bool(((x == x.max()) & (y == y.max())).any()))
     return (sum(taus) / len(taus), sum(kept) / len(kept)) if taus else (None, None)
-
-
-def _summary(
-    rewards: torch.Tensor,
-    advantages: torch.Tensor,
-    alive: torch.Tensor,
-    scores: torch.Tensor | None,
-    names: Sequence[str],
-) -> RewardSummary:
-    known = scores is not None and scores.shape[1] == len(names)
-    means = scores.nanmean(0).tolist() if known and len(names) else []
-    return RewardSummary(
-        reward=float(rewards.nanmean()),
-        reward_std=float(nanstd(rewards)),
-        abstained=int(rewards.isnan().sum()),
-        dead_groups=int((~alive).sum()),
-        mean_advantage=float(advantages.abs().mean()),
-        functions=dict(zip(names, means, strict=True)) if means else {},
-    )
 
 
 def _line(name: str, old: float | None, new: float | None) -> str:
@@ -361,31 +341,29 @@ def rescore(
         if RolloutFiles(output).files():
             raise ValueError(f"output={output} has rows already; name a new folder")
     old, new, groups, names, scores = [], [], [], [], []
-    for number, (rows, notes, at) in enumerate(_parts(files, step)):
+    for rows, notes, at in _parts(files, step):
         each, before = rescorer.scores(rows, at), old_returns(rows, notes)
         old.append(before)
         new.append(rescorer.combine(each))
         groups.append(rows[keys.GROUP_ID].reshape(-1))
         scores.append((_stored_scores(rows), each))
-        if number == 0:
-            names = list(notes.get("rewards", []))
+        names = names or list(notes.get("rewards", []))
         if writer is not None:
             writer.step = at
             writer.extend(rescore_rows(rows, each, before, new[-1]))
     if not old:
         raise ValueError(f"folder={files.folder} has no rows{'' if step is None else f' of step {step}'} to score")
-    same_functions = len({stored.shape[1] for stored, _ in scores}) == 1
-    return compare_rewards(
-        torch.cat(old),
-        torch.cat(new),
-        torch.cat(groups),
-        estimator=estimator,
-        old_scores=torch.cat([stored for stored, _ in scores]) if same_functions else None,
-        new_scores=torch.cat([each for _, each in scores]),
-        old_names=names,
-        new_names=rescorer.names,
-        failures={name: count for name, count in rescorer.counts.items() if not name.endswith("/duplicates")},
-    )
+    # Average the scores of each function, of the old ones if all files have them
+    functions = [
+        {},
+        dict(zip(rescorer.names, torch.cat([each for _, each in scores]).nanmean(0).tolist(), strict=True)),
+    ]
+    if {stored.shape[1] for stored, _ in scores} == {len(names)} and names:
+        means = torch.cat([stored for stored, _ in scores]).nanmean(0).tolist()
+        functions[0] = dict(zip(names, means, strict=True))
+    failures = {name: count for name, count in rescorer.counts.items() if not name.endswith("/duplicates")}
+    joined = (torch.cat(old), torch.cat(new), torch.cat(groups))
+    return compare_rewards(*joined, estimator=estimator, functions=functions, failures=failures)
 
 
 def _parts(files: RolloutFiles, step: int | None) -> Iterator[tuple[TensorDictBase, Mapping[str, Any], int | None]]:
