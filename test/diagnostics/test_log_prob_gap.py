@@ -11,7 +11,7 @@ from torchrl_rloo.diagnostics.parity import LogProbGap, log_prob_gap
 
 NAN = float("nan")
 pair = st.tuples(st.floats(-8, 0), st.floats(-2, 2)).map(lambda p: (p[0], p[0] + p[1]))
-batches = st.lists(st.lists(pair, max_size=5), min_size=1, max_size=5)
+batches = st.lists(st.lists(pair, max_size=5), min_size=1, max_size=5)  # also without a token
 
 
 def padded(rows, width: int | None = None, fill: float = 0.0):
@@ -58,13 +58,6 @@ def test_equals_a_slow_loop(rows):
 
 
 @settings(deadline=None, max_examples=30)
-@given(batches, st.randoms(use_true_random=False))
-def test_the_order_of_rows_and_tokens_does_not_matter(rows, random):
-    shuffled = [random.sample(row, len(row)) for row in random.sample(rows, len(rows))]
-    close(log_prob_gap(*padded(shuffled)), log_prob_gap(*padded(rows)))
-
-
-@settings(deadline=None, max_examples=30)
 @given(batches, st.integers(0, 4), st.sampled_from([7.0, NAN, -math.inf]))
 def test_padding_does_not_matter(rows, more, fill):
     width = max(len(row) for row in rows) + more
@@ -80,24 +73,12 @@ def test_batches_put_together_are_one_batch(first, second):
     close(log_prob_gap(*together), slow_gap(first + second))
 
 
-def test_equal_log_probs():
-    log_probs, mask = -torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)
-    expected = [0, 0, 0, 1, 0, -float(log_probs.double().mean()), 12]
-    close(log_prob_gap(log_probs, log_probs, mask), dict(zip(LogProbGap._fields, expected, strict=True)))
-
-
 def test_the_gap_of_float32_log_probs_is_not_rounded_away():
     sampler = torch.tensor([[-1.0, -1.0, -1.0]])
     trainer = sampler + torch.tensor([[2.0**-20, 0.0, 0.0]])
     gap = log_prob_gap(sampler, trainer, torch.ones(1, 3, dtype=torch.bool))
     assert gap.mean == 2.0**-20 / 3 and gap.max == 2.0**-20
     assert gap.k3.item() == pytest.approx(2.0**-40 / 2 / 3, rel=1e-3)
-
-
-@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (2, 0), (2, 3)])
-def test_no_tokens(shape):
-    gap = log_prob_gap(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
-    assert gap.tokens == 0 and all(value.isnan() for value in gap[:-1])
 
 
 @pytest.mark.parametrize(("ratio", "outside"), [(0.89, 1), (0.91, 0), (1.09, 0), (1.11, 1)])
@@ -122,16 +103,6 @@ def test_a_temperature_that_one_side_leaves_out_is_found(temperature):
     assert gap.mean > 0.1 and gap.outside_share > 0.5 and gap.row_ess < 0.9
     exact = log_prob_gap(of[0], of[0].double() + 1e-6, torch.ones(8, 20, dtype=torch.bool))
     assert exact.mean < 2e-6 and exact.outside_share == 0
-
-
-def test_k3_estimates_the_divergence_from_sampler_to_trainer():
-    generator = torch.Generator().manual_seed(0)
-    sampler, trainer = torch.randn(2, 5, generator=generator).double().log_softmax(-1)
-    kl = (sampler.exp() * (sampler - trainer)).sum()
-    drawn = sampler.exp().multinomial(200_000, replacement=True, generator=generator)[None]
-    gap = log_prob_gap(sampler[drawn], trainer[drawn], torch.ones_like(drawn, dtype=torch.bool))
-    assert gap.k3.item() == pytest.approx(kl.item(), rel=0.02)
-    assert abs(kl - (trainer.exp() * (trainer - sampler)).sum()) > 0.05 * kl  # the other direction differs
 
 
 def test_no_gradient():
