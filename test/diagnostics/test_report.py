@@ -16,7 +16,6 @@ from torchrl_rloo.diagnostics.verdict import (
     difference_interval,
     evaluation_changes,
     read_events,
-    reward_change,
     verdict,
 )
 from torchrl_rloo.functional.statistics import Interval
@@ -204,32 +203,28 @@ def test_the_interval_of_a_difference_is_wider_than_either():
 
 
 def test_without_an_interval_or_an_evaluation_it_does_not_claim():
-    assert verdict(Series([{"step": 0, "eval/x": 0.1}, {"step": 1, "eval/x": 0.9}]))[0].startswith(
-        "Unsure: eval/x rose"
-    )
-    rising = Series([{"step": i, "reward": i / 20 + 0.01 * (i % 3)} for i in range(20)])
-    assert verdict(rising)[0].startswith("Not evaluated on held-out prompts: the training reward rose")
-    noise = Series([{"step": i, "reward": float(i % 2)} for i in range(40)])
-    assert "shows no change" in verdict(noise)[0] and reward_change(noise).direction == 0
+    unsure = verdict(Series([{"step": 0, "eval/x": 0.1}, {"step": 1, "eval/x": 0.9}]))[0]
+    assert unsure.startswith("Unsure: eval/x went from 0.1 at step 0 to 0.9 at step 1")
+    rising = verdict(Series([{"step": i, "reward": i // 5} for i in range(20)]))[0]
+    assert rising == "Not evaluated on held-out prompts: the mean training reward went from 0 to 3."
     assert verdict(Series([{"step": 1, "reward": 0.5}]))[0].startswith("Too early to tell: 1 steps")
     assert verdict(Series([]))[0].startswith("Too early") and evaluation_changes(Series([])) == []
 
 
-def test_the_second_sentence_names_what_limited_the_run():
+def test_the_second_sentence_names_the_most_urgent_rule_or_the_limit():
     fired = FIRED | {"sentence": "It fell", "remedy": "Add KL."}
     stop = fired | {"rule": "nan", "severity": "stop", "sentence": "The loss is NaN."}
-    flat = Series([{"step": i, "reward": 0.01, "frac_reward_zero_std": 0.9} for i in range(30)])
-    cut = Series([{"step": i, "reward": 0.5, "completions/clipped_ratio": 0.4} for i in range(30)])
-    rising = Series([{"step": i, "reward": i / 30} for i in range(30)])
-    quiet = Series([{"step": i, "reward": 0.5 + 0.1 * (i % 2)} for i in range(30)])
-    assert verdict(quiet, read_events([fired, stop]))[1] == "Look at nan (1 more below): The loss is NaN. Add KL."
-    assert verdict(flat)[1].startswith("The signal was the limit: 90% of the last groups")
-    assert verdict(cut)[1].startswith("The length was the limit: 40%")
-    assert verdict(rising)[1].startswith("The number of steps was the limit")
-    assert verdict(quiet, limit="Sampling limits the run.")[1] == "Sampling limits the run."
+    solved = fired | {"rule": "solved", "severity": "info"}
     over = read_events([fired, fired | {"step": 15, "state": "cleared"}])
-    assert verdict(quiet, over)[1].startswith("Nothing stands out at the end; 1 warnings")
-    assert verdict(quiet)[1].startswith("Nothing stands out")
+
+    def second(records: list[dict], limit: str = "") -> str:
+        return verdict(Series([]), read_events(records), limit)[1]
+
+    assert second([fired, stop]) == "Look at nan (1 more below): The loss is NaN. Add KL."
+    assert second([solved]) == "Look at solved: It fell. Add KL."
+    assert second([solved], "Sampling limits the run.") == second([], "Sampling limits the run.")
+    assert verdict(Series([]), over)[1].startswith("Nothing stands out at the end; 1 warnings")
+    assert second([]) == "No health rule holds."
 
 
 def test_events_pair_and_survive_other_forms():

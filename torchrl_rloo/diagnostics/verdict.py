@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrl_rloo.diagnostics.curves import EVAL_DETAILS, Series, match_names
-from torchrl_rloo.functional.statistics import Interval, student_quantile
+from torchrl_rloo.functional.statistics import Interval
 from torchrl_rloo.runtime.files import SAFE_FLAGS
 
 HEALTH_FILE = "health.jsonl"
 SEVERITIES = ("stop", "warn", "info")  # most urgent first
 _LONGEST = 1000  # characters of a sentence
 _TAIL = 1 << 18  # bytes of the file that are read
-_LEVEL = 0.975  # quantile of a two-sided 95 % interval
-_LEAST = 10  # steps from which the reward has a trend
+_LEAST = 10  # steps from which rewards are compared
 _HEADLINES = ("eval/greedy", "eval/sampled")
 
 
@@ -139,25 +138,6 @@ def _evaluation_change(series: Series, name: str) -> Change:
     return Change(name, (int(steps[0]), int(steps[-1])), *ends, difference_interval(*ends))
 
 
-def reward_change(series: Series, name: str = "reward") -> Change | None:
-    """Return the change of the mean training reward from the first to the last fifth of the steps.
-
-    The interval is Welch's, over the steps. It is None below 10 steps.
-    """
-    steps, values = series.column(name)
-    count = max(_LEAST // 2, len(values) // 5)
-    if len(values) < _LEAST:
-        return None
-    first, last = _mean_of_steps(values[:count]), _mean_of_steps(values[-count:])
-    return Change(name, (int(steps[0]), int(steps[-1])), first, last, difference_interval(first, last))
-
-
-def _mean_of_steps(values: np.ndarray) -> Interval:
-    half = student_quantile(_LEVEL, len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
-    mean = float(values.mean())
-    return Interval(mean, mean - half, mean + half)
-
-
 def verdict(series: Series, events: Sequence[HealthEvent] = (), limit: str = "") -> tuple[str, str]:
     """Return two sentences: whether the run learned, with an interval, and what to look at or what it waited for.
 
@@ -168,31 +148,23 @@ def verdict(series: Series, events: Sequence[HealthEvent] = (), limit: str = "")
         >>> verdict(Series(rows))[0]
         'Learned: eval/greedy rose from 0.1 at step 0 to 0.8 at step 9, by 0.7 (95 % interval 0.559 to 0.841).'
     """
-    return _learned(series), _look_at(series, events, limit)
+    return _learned(series), _look_at(events, limit)
 
 
 def _learned(series: Series) -> str:
     changes = [change for change in evaluation_changes(series) if change.steps[0] < change.steps[1]]
-    if changes:
-        return _sentence(changes[0])
-    change = reward_change(series)
-    if change is None:
-        steps = len(series.column("reward")[0])
-        return f"Too early to tell: {steps} steps have a reward, and fewer than two were evaluated."
-    verb = ("shows no change", "rose", "fell")[change.direction]
-    return (
-        f"Not evaluated on held-out prompts: the training reward {verb}, from {change.first.mean:.3g} to "
-        f"{change.last.mean:.3g} (95 % interval of the difference {change.difference.low:.3g} to "
-        f"{change.difference.high:.3g})."
-    )
-
-
-def _sentence(change: Change) -> str:
+    if not changes:
+        rewards = series.column("reward")[1]
+        part = max(1, len(rewards) // 5)
+        if len(rewards) < _LEAST:
+            return f"Too early to tell: {len(rewards)} steps have a reward, and fewer than two were evaluated."
+        first, last = float(rewards[:part].mean()), float(rewards[-part:].mean())
+        return f"Not evaluated on held-out prompts: the mean training reward went from {first:.3g} to {last:.3g}."
+    change = changes[0]
     first, last, difference = change.first.mean, change.last.mean, change.difference
     span = f"from {first:.3g} at step {change.steps[0]} to {last:.3g} at step {change.steps[1]}"
     if math.isnan(difference.low + difference.high):
-        verb = "rose" if last > first else "fell" if last < first else "did not move"
-        return f"Unsure: {change.name} {verb} {span}, and no interval was logged."
+        return f"Unsure: {change.name} went {span}, and no interval was logged."
     bounds = f"95 % interval {difference.low:.3g} to {difference.high:.3g}"
     if change.direction == 0:
         return f"No change shown: {change.name} went {span}, a difference of {difference.mean:.3g} ({bounds})."
@@ -200,46 +172,17 @@ def _sentence(change: Change) -> str:
     return f"{word}: {change.name} {verb} {span}, by {abs(difference.mean):.3g} ({bounds})."
 
 
-def _look_at(series: Series, events: Sequence[HealthEvent], limit: str) -> str:
-    """Return what limited a run: a rule that still holds, groups without signal, limits, too few steps, or time."""
-    urgent = [event for event in events if event.cleared is None and event.severity != "info"]
-    if urgent:
-        more = f" ({len(urgent) - 1} more below)" if len(urgent) > 1 else ""
-        return f"Look at {urgent[0].rule}{more}: {_joined(urgent[0].sentence, urgent[0].remedy)}"
-    flat, cut, reward = (_recent(series, n) for n in ("frac_reward_zero_std", "completions/clipped_ratio", "reward"))
-    if flat is not None and flat > 0.7:
-        why = "" if reward is None else f" at a mean reward of {reward:.2g}"
-        return (
-            f"The signal was the limit: {flat:.0%} of the last groups had equal rewards{why}; choose prompts that are "
-            "solved sometimes, or partial scores."
-        )
-    if cut is not None and cut > 0.2:
-        return f"The length was the limit: {cut:.0%} of the last completions were cut; raise generate.max_new_tokens."
-    if _still_rising(series):
-        return "The number of steps was the limit: the reward still rose at the end; train for longer."
+def _look_at(events: Sequence[HealthEvent], limit: str) -> str:
+    """Return the most urgent rule that still holds, or what the run waited for."""
+    lasting = [event for event in events if event.cleared is None]
+    urgent = [event for event in lasting if event.severity != "info"]
+    if chosen := urgent or (lasting if not limit else []):
+        more = f" ({len(chosen) - 1} more below)" if len(chosen) > 1 else ""
+        texts = (text.strip().rstrip(".") + "." for text in (chosen[0].sentence, chosen[0].remedy) if text.strip())
+        return f"Look at {chosen[0].rule}{more}: {' '.join(texts)}"
     if limit:
         return limit
     ended = sum(event.severity != "info" for event in events)
     if ended:
         return f"Nothing stands out at the end; {ended} warnings fired and cleared on the way."
-    return "Nothing stands out in the signal, the lengths or the health rules."
-
-
-def _joined(*sentences: str) -> str:
-    return " ".join(s.strip().rstrip(".") + "." for s in sentences if s.strip())
-
-
-def _recent(series: Series, name: str) -> float | None:
-    """Return the mean of the last fifth of a metric's values; None if there is none."""
-    values = series.column(name)[1]
-    return float(values[-max(1, len(values) // 5) :].mean()) if len(values) else None
-
-
-def _still_rising(series: Series) -> bool:
-    """Return whether the last fifth of the rewards is higher than the fifth before, beyond the noise of the steps."""
-    values = series.column("reward")[1]
-    count = len(values) // 5
-    if count < _LEAST // 2:
-        return False
-    before, last = _mean_of_steps(values[-2 * count : -count]), _mean_of_steps(values[-count:])
-    return difference_interval(before, last).low > 0
+    return "No health rule holds."
