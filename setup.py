@@ -19,7 +19,6 @@ REQUIRES = [
     "hydra-core>=1.3,<1.4",  # configuration of the recipes
     "tensorboard>=2.16,<3",  # default logger
     "matplotlib>=3.9,<4",  # figures of evaluations
-    "tqdm>=4.66.3,<5",  # progress bars; the lower bound is that of datasets
     "numpy>=1.26,<3",  # random states in checkpoints, figures
     "safetensors>=0.8,<1",  # weights on disk; the lower bound is that of transformers
     "aiohttp>=3.10,<4",  # hundreds of concurrent requests to vLLM servers on one thread; datasets also depends on it

@@ -75,26 +75,19 @@ def cpu_seconds() -> float:
 class StepTimer:
     """Timer of the wall-clock seconds of named phases of a step."""
 
-    def __init__(self, on_phase: Callable[[str | None], None] = lambda phase: None, clock: Callable[[], float] = now):
-        self._on_phase, self._clock, self._start = on_phase, clock, clock()
+    def __init__(self, clock: Callable[[], float] = now):
+        self._clock, self._start = clock, clock()
         self._phases: dict[str, float] = {}
-        self._phase: str | None = None
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the seconds of the block to a phase."""
-        outer, start = self._phase, self._clock()
-        self._enter(phase)
+        start = self._clock()
         try:
             yield
         finally:
             name = f"time/{phase}"
             self._phases[name] = self._phases.get(name, 0.0) + self._clock() - start
-            self._enter(outer)
-
-    def _enter(self, phase: str | None) -> None:
-        self._phase = phase
-        self._on_phase(phase)
 
     def seconds(self, phase: str) -> float:
         """Return the seconds of a phase since the last :meth:`take`."""

@@ -186,7 +186,7 @@ class Run:
         self._resume, self._checkpoint_every, self._stop_after = resume, checkpoint_every, stop_after
         checkpoints = self.directory / "checkpoints"
         self._checkpoints = Checkpointer(checkpoints, keep=keep, ranks=self.ranks, asynchronous=asynchronous)
-        self.timer, self._stop, self._stack = StepTimer(self.logger.log_phase), StopSignal(), ExitStack()
+        self.timer, self._stop, self._stack = StepTimer(), StopSignal(), ExitStack()
         self.metrics: dict[str, float] = {}
         self._cpu_before, self._timings = 0.0, {}
 
