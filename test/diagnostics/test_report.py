@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from torchrl_rloo.diagnostics.curves import Series, choose_panels, panel_names, render_charts
-from torchrl_rloo.diagnostics.report import duration, package_versions, write_report
-from torchrl_rloo.diagnostics.verdict import (
+from torchrl_rloo.diagnostics.report import (
     difference_interval,
+    duration,
     evaluation_changes,
+    package_versions,
     read_events,
     verdict,
+    write_report,
 )
 from torchrl_rloo.functional.statistics import Interval
 
