@@ -161,7 +161,7 @@ def time_rules(steps: int) -> None:
     for step in range(steps):
         metrics = {name: 0.5 + 0.1 * rng.random() for name in names}
         start = time.perf_counter()
-        health.update(step, metrics, metrics)
+        health.update(step, metrics)
         spent.append(time.perf_counter() - start)
     size = len(json.dumps(health.state_dict()))
     first, last = (1e6 * statistics.median(part) for part in (spent[50:1000], spent[-1000:]))

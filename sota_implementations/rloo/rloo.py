@@ -296,12 +296,7 @@ def finish(
     if not source.ranks.is_main:
         return
     result = run.summary("eval/greedy", "eval/sampled") if cfg.rollouts.train else run.summary("reward")
-    figures = {}
-    if (step := diagnostics.choose_step(run.timer.recent)) is not None:
-        waits = getattr(source.source.collector, "waits", None)  # stored rows have none
-        profiles = () if waits is None else waits.profiles
-        figures["Timeline of a step"] = diagnostics.plot_timeline(step, profiles, run.directory / "timeline.png")
-    page = report.write(result | {"plan": plan}, figures=figures)
+    page = report.write(result | {"plan": plan})
     print(json.dumps(result | {"report": str(page.resolve())} | written))
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from support.collecting import G
 from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.engines import EnginePool, Request, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.occupancy import Occupancy, OccupancyMeter, Reading
-from torchrl_rloo.envs.activity import STATES, Activity, ActivityWindow, Presence, Profile, spending
+from torchrl_rloo.envs.activity import STATES, Activity, spending
 from torchrl_rloo.envs.turn_transform import TurnTransform
 
 ENGINE_S, ENVIRONMENT_S, TOOLS_S, REWARDS_S = 2.0, 3.0, 4.0, 1.0
@@ -158,47 +156,3 @@ def test_a_counter_that_started_again_is_not_subtracted():
     meter.take({0: Reading(100.0, 50.0, 70.0)})
     assert meter.take({0: Reading(4.0, 1.0, 2.0)})["engine/busy"] == 0.25
     assert meter.take({0: Reading(4.0, 1.0, 2.0)}) == {}  # no news
-
-
-spans = st.lists(
-    st.tuples(st.floats(0, 5e4), st.floats(1e-4, 2e3), st.lists(st.integers(0, 9), min_size=6, max_size=6)),
-    max_size=20,
-)
-
-
-@settings(max_examples=30, deadline=None)
-@given(spans, spans)
-def test_a_profile_keeps_all_time_in_few_bins(first, second):
-    profiles = []
-    for part in (first, second):
-        profile = Profile()
-        for start, seconds, numbers in part:
-            profile.add(1e9 + start, 1e9 + start + seconds, numbers)
-        profiles.append(profile)
-    before = [list(cells) for cells in profiles[1].bins.values()]
-    profiles[0].merge(profiles[1])
-    assert [list(cells) for cells in profiles[1].bins.values()] == before
-    assert len(profiles[0].bins) <= 514
-    for state in range(len(STATES)):
-        total = sum(seconds * numbers[state] for _, seconds, numbers in first + second)
-        held = sum(cells[state] for cells in profiles[0].bins.values())
-        assert held == pytest.approx(total, rel=1e-4, abs=1e-2)
-
-
-def test_a_profile_shows_when_conversations_waited():
-    clock = Clock()
-    activity = Activity(clock)
-    one, other = Presence(activity), Presence(activity)
-    one.enter("engine")
-    clock.wait(1.0)
-    other.enter("engine")
-    clock.wait(1.0)
-    one.enter("rewards")
-    clock.wait(1.0)
-    one.leave(), other.leave()
-    window = ActivityWindow()
-    window.merge(activity.take())
-    engine, rewards = STATES.index("engine"), STATES.index("rewards")
-    numbers = dict(window.profile.numbers(1000.0, 1003.0))
-    assert [numbers[1000.0 + t][engine] for t in (0.5, 1.5, 2.5)] == [1.0, 2.0, 1.0]
-    assert [numbers[1000.0 + t][rewards] for t in (0.5, 1.5, 2.5)] == [0.0, 0.0, 1.0]

@@ -198,8 +198,6 @@ def test_all_engines_are_tested():
         self_test(InProcessWeightUpdater(model, engine.model), model, TOKENIZER, [engine, other])
     with pytest.raises(ValueError, match=r"engines=\[\]"):
         self_test(InProcessWeightUpdater(model, engine.model), model, TOKENIZER, [])
-    with pytest.raises(ValueError, match="prompts is empty"):
-        self_test(InProcessWeightUpdater(model, engine.model), model, TOKENIZER, engine, prompts=[])
 
 
 # With vLLM.

@@ -13,13 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
+from torchrl_rloo.diagnostics import transcripts
 from torchrl_rloo.diagnostics.transcripts import (
+    TokenTexts,
     find_blocks,
     find_calls,
     group_contexts,
@@ -211,12 +217,11 @@ def test_the_policy_allows_this_script_and_style_alone(tmp_path):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|https?:", page.found["script"][0])
 
 
-def test_the_first_rows_and_how_many_there_were(tmp_path):
+def test_the_first_rows_and_how_many_there_were(tmp_path, monkeypatch):
     rows, tokenizer = collect(turns=1)
-    data = Page(write_transcripts(tmp_path / "page.html", rows, tokenizer, max_rows=3)).data
+    monkeypatch.setattr(transcripts, "MAX_ROWS", 3)
+    data = Page(write_transcripts(tmp_path / "page.html", rows, tokenizer)).data
     assert len(data["rows"]) == 3 and data["total"] == 4
-    with pytest.raises(ValueError, match="max_rows=0"):
-        write_transcripts(tmp_path / "page.html", rows, tokenizer, max_rows=0)
     with pytest.raises(ValueError, match="empty"):
         write_transcripts(tmp_path / "page.html", [], tokenizer)
 
@@ -310,3 +315,87 @@ def test_calls_of_what_the_policy_wrote_alone(said, calls):
     texts = [*said, *"<tool>2</tool>"]
     found = find_calls(texts, [i < len(said) for i in range(len(texts))])
     assert ["".join(texts[start:end]) for start, end in found] == calls
+
+
+# Texts of tokens
+
+
+TEXTS = ["the answer is one", "don't answer the other", "\u00e9t\u00e9, na\u00efve \u4f60\u597d", "a, b. c!"]
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """Build a tokenizer like Llama 2's: leading spaces, bytes for unknown characters, first space stripped."""
+    core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(parts)
+    special = ["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256))]
+    core.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=350, special_tokens=special, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """Build a tokenizer like BERT's: decoding adds spaces between words and removes some before punctuation."""
+    core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]"], show_progress=False)
+    core.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
+
+
+TOKENIZERS = {"byte-level": build_tokenizer(), "metaspace": metaspace(), "word pieces": word_pieces()}
+KINDS = pytest.mark.parametrize("kind", TOKENIZERS)
+
+
+@KINDS
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nothing_is_lost_or_invented(kind, data):
+    tokenizer = TOKENIZERS[kind]
+    texts = TokenTexts(tokenizer)
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
+    shown = texts(ids)
+    assert len(shown) == len(ids) and "".join(shown) == texts.decode(ids)
+
+
+@KINDS
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_a_character_belongs_to_the_token_that_completes_it(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    texts, ids = TokenTexts(tokenizer), tokenizer(text, add_special_tokens=False)["input_ids"]
+    shown = texts(ids)
+    for i in range(1, len(ids) + 1):
+        whole = texts.decode(ids[:i])
+        assert "\ufffd" in whole or whole.startswith("".join(shown[:i]))
+
+
+def test_bytes_wait_for_the_one_that_makes_them_a_character():
+    tokenizer = build_tokenizer()
+    texts = TokenTexts(tokenizer)
+    assert texts(tokenizer("5\U0001f600!", add_special_tokens=False)["input_ids"]) == [
+        "5",
+        "",
+        "",
+        "",
+        "\U0001f600",
+        "!",
+    ]
+    first = tokenizer.convert_tokens_to_ids("\u00f0")  # byte-level spelling of the byte 0xf0
+    assert texts.token_text(first) is None and texts.token_bytes(first) == b"\xf0"
+    assert texts([first, tokenizer.convert_tokens_to_ids("A")]) == ["\ufffd", "A"]
+
+
+def test_a_space_belongs_to_the_word_after_it():
+    tokenizer = metaspace()
+    texts, ids = TokenTexts(tokenizer), tokenizer("the answer", add_special_tokens=False)["input_ids"]
+    assert "".join(texts(ids)) == "the answer"
+    assert texts([tokenizer.bos_token_id, *ids])[1].startswith(" ")
+    assert texts.token_text(ids[-1]).strip() == texts(ids)[-1].strip()
+
+
+def test_ids_beyond_the_vocabulary_have_no_text():
+    texts = TokenTexts(build_tokenizer())
+    assert texts.vocabulary_entry(383) is None and texts([383, 3]) == ["", texts.token_text(3)]
+    assert texts.is_special(texts.tokenizer.eos_token_id) and not texts.is_special(3)

@@ -13,6 +13,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
 from torchrl_rloo.data.templates import answer_turn, encode_prompt
+from torchrl_rloo.diagnostics import transcripts
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.embedded import build_tokenizer
 
@@ -304,12 +305,13 @@ def test_the_page_itself_would_be_stopped(browser, page):
     browser.wait("violations.some((directive) => directive.startsWith('img-src'))")
 
 
-def test_hundreds_of_long_conversations(browser, tmp_path):
+def test_hundreds_of_long_conversations(browser, tmp_path, monkeypatch):
     """Only the chosen conversation is in the document."""
     tokenizer = build_tokenizer()
     long = conversation(tokenizer, "What is 2*3?", [("the answer is " * 150, None)] * 2, 1, 0, 1.0)
     rows = [long.clone().set(keys.GROUP_ID, torch.tensor(i // 8)) for i in range(400)]
-    page = write_transcripts(tmp_path / "many.html", rows, tokenizer, max_rows=300)
+    monkeypatch.setattr(transcripts, "MAX_ROWS", 300)
+    page = write_transcripts(tmp_path / "many.html", rows, tokenizer)
     browser.open(page, "#row=299")
     assert "300 of 300 conversations (100 more were not written)" in browser.js("found.textContent")
     assert browser.js("document.querySelectorAll('#transcript .token').length") == len(long[keys.TOKENS])

@@ -8,9 +8,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from matplotlib.image import imread
 
-from torchrl_rloo.evaluation.comparison import compare, plot_comparison
+from torchrl_rloo.evaluation.comparison import compare
 from torchrl_rloo.evaluation.result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.evaluation.statistics import mcnemar_test
 
@@ -114,15 +113,6 @@ def test_other_settings_are_refused_unless_asked_for():
     assert "note: generate_kwargs differs" in found.table().splitlines()[-1]
     more = evaluated(0.6, seed=1, ks=(2, 4))
     assert set(compare(first, more).metrics) == set(first.values)  # only shared metrics
-
-
-def test_figure_shows_what_is_asked_for(tmp_path):
-    found = compare(evaluated(0.3), evaluated(0.8, seed=1))
-    tall = imread(plot_comparison(found, tmp_path / "new" / "all.png"))
-    flat = imread(plot_comparison(found, tmp_path / "one.png", metrics=["greedy"]))
-    assert tall.shape[0] > flat.shape[0] and tall[..., :3].std() > 0.05
-    with pytest.raises(KeyError, match="speed"):
-        plot_comparison(found, tmp_path / "no.png", metrics=["speed"])
 
 
 def test_metrics_must_be_of_the_same_prompts_in_both():

@@ -147,8 +147,8 @@ def test_tasks_of_a_mixture_have_metrics_of_their_own():
     assert not [name for name in one()[0] if "tasks" in name]
 
 
-def test_any_environment(prompts, bpe, random_model):
-    """Scores of an environment with several turns and another row order: its return and a scorer."""
+def test_an_environment_of_several_turns(prompts, bpe, random_model):
+    """Scores are its return and those of a scorer."""
     policy = TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 64, "seed": 0})
 
     def feedback(conversation, row):
@@ -158,24 +158,16 @@ def test_any_environment(prompts, bpe, random_model):
     def reward(prompts, completions, turns):
         return [float(n) for n in turns]
 
-    def make_env(part):
-        transforms = [FeedbackTransform(feedback, max_turns=5)]
-        return DatasetChatEnv(part, bpe, prompts_per_batch=len(part), transforms=transforms, rewards=reward, seed=3)
-
+    arguments = {
+        "make_transforms": lambda: [FeedbackTransform(feedback, max_turns=5)],
+        "env_kwargs": {"rewards": reward},
+    }
     scorers = {"return": None, "odd": odd}
-    result = Evaluation(policy, prompts, scorers, num_samples=2, make_env=make_env, batch_size=3).run()
+    result = Evaluation(policy, prompts, scorers, num_samples=2, batch_size=3, **arguments).run()
     turns = {i: row["turns"] for i, row in enumerate(prompts)}
     assert result.values["greedy"] == result.values["sampled"] == turns
     assert all(s.completion.count("assistant:") == turns[s.prompt_id] for s in result.samples)
     assert all(s.prompt == f"user: {prompts[s.prompt_id]['query'][0]['content']}" for s in result.samples)
-
-    transforms = {"make_transforms": lambda: [FeedbackTransform(feedback, max_turns=5)]}
-    again = Evaluation(policy, prompts, odd, num_samples=2, **transforms).run()
-    assert [s.completion for s in again.samples] == [s.completion for s in result.samples]
-
-    wrong = Evaluation(policy, prompts, odd, make_env=lambda part: DatasetChatEnv(part, bpe, prompts_per_batch=2))
-    with pytest.raises(ValueError, match="with 2 rows of 2 prompts, but the part has 4 prompts"):
-        wrong()
 
 
 def test_table_of_text_completions():
@@ -305,10 +297,6 @@ def test_nothing_is_loaded_of_an_unfinished_evaluation(tmp_path):
         (
             {"num_samples": 2, "generate_kwargs": {"temperature": 0}},
             "temperature=0 cannot be combined with num_samples=2",
-        ),
-        (
-            {"make_env": lambda part: None, "env_kwargs": {"max_tokens": 3}},
-            "env_kwargs cannot be combined with make_env",
         ),
         ({"scorers": {}}, "scorers is empty"),
         ({"scorers": {"a/b": odd}}, r"scorer names \['a/b'\] clash"),

@@ -98,27 +98,20 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_killed_run(tmp_path, holder,
     assert done.returncode == 0 and "entered" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_processes_of_multiprocessing_do_not_keep_the_lock(tmp_path, method):
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "program"])
+def test_children_do_not_keep_the_lock(tmp_path, method):
     with lock.DirectoryLock(tmp_path):
-        child = multiprocessing.get_context(method).Process(target=time.sleep, args=(600,), daemon=True)
-        child.start()
+        if method == "program":
+            child = subprocess.Popen(["sleep", "600"], close_fds=False)
+        else:
+            child = multiprocessing.get_context(method).Process(target=time.sleep, args=(600,), daemon=True)
+            child.start()
         assert _is_locked(tmp_path)
     try:
         wait_until(lambda: not _is_locked(tmp_path))
     finally:
         child.kill()
-        child.join()
-
-
-def test_programs_do_not_keep_the_lock(tmp_path):
-    with lock.DirectoryLock(tmp_path):
-        program = subprocess.Popen(["sleep", "600"], close_fds=False)
-    try:
-        wait_until(lambda: not _is_locked(tmp_path))
-    finally:
-        program.kill()
-        program.wait()
+        child.wait() if method == "program" else child.join()
 
 
 def test_a_forked_child_is_refused_while_its_parent_writes(tmp_path):

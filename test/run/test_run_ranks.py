@@ -58,7 +58,7 @@ def play(
     Rank 1 gets a stop signal in step ``until``.
     """
     parts = parts or make_parts(ranks, sharded)
-    settings = {"checkpoint_every": 2, "keep": 9, "loggers": ["csv"]} | settings
+    settings = {"checkpoint_every": 2, "keep": 9, "loggers": []} | settings
     with Run(directory, 6, parts, ranks=ranks, **settings) as run:
         for step in run.steps():
             torch.rand(1 + ranks.rank)

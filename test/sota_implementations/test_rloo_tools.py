@@ -82,7 +82,6 @@ def test_it_runs_to_the_end(tiny, tmp_path, more, stale) -> None:
         assert sum(shares) == pytest.approx(1.0) and len(shares) == 7
         assert entry["time/collect/wait"] <= entry["time/collect"] <= entry["time/step"]
     assert any(entry.get("time/tools/mean", 0.0) > 0 for entry in times)
-    assert (tmp_path / "timeline.png").stat().st_size > 10_000
     assert "Who waits for whom" in (tmp_path / "report.html").read_text()
     assert staleness[0] == 0 and (max(staleness) > 0) == stale  # groups that were started ahead have older weights
     check_metric_names(tmp_path)

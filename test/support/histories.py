@@ -57,15 +57,11 @@ def _healthy_step(step: int, rng: random.Random) -> Metrics:
         "count/weights/failed_pushes": 0.0,
         "count/tools/python/calls": 50.0 * step,
         "count/tools/python/failed": 2.0 * step,
-        "tokens_per_second": 1000.0,
-        "time/step": 1.0,
-        "time/collect": 0.5,
-        "time/sync": 0.05,
     }
     if step % 10 == 0:
         score = 0.2 + 0.5 * progress
         metrics |= {"eval/sampled": score, "eval/sampled_low": score - 0.08, "eval/sampled_high": score + 0.08}
-        metrics |= {"eval/failed": 0.0, "time/eval": 0.5}
+        metrics |= {"eval/failed": 0.0}
     return metrics
 
 
@@ -94,7 +90,6 @@ FAULTS: dict[str, Callable[[int, Metrics], Metrics]] = {
     "entropy_growth": _set(entropy=1.6),
     "kl_high": _set(kl=3.0),
     "kl_runaway": _set(kl=3.0),
-    "kl_controller": _set(kl_coeff=0.3),
     "clip_share": _set(**{"clip_ratio/region_mean": 0.4}),
     "gradient_spikes": lambda since, metrics: {"grad_norm": 50.0} if since % 6 == 0 and since < 60 else {},
     "sampler_gap": _set(kl_approx=0.4),
@@ -117,7 +112,6 @@ FAULTS: dict[str, Callable[[int, Metrics], Metrics]] = {
     "length_hacking": _set(**{"completions/mean_length": 60.0, "group/length_correlation": 0.8}),
     "repetition": _set(**{"diversity/repetition": 0.6}),
     "truncation": _set(**{"completions/clipped_ratio": 0.9}),
-    "some_truncation": _set(**{"completions/clipped_ratio": 0.4}),
     "short_completions": _set(**{"completions/mean_length": 3.0}, **_UNSOLVED),
     "abstentions": _set(frac_abstained=0.4),
     "failing_rewards": _grown(20.0, "count/rewards/exact/raised"),
@@ -127,10 +121,6 @@ FAULTS: dict[str, Callable[[int, Metrics], Metrics]] = {
     "missing_engines": _set(**{"pool/ready": 1.0}),
     "tool_failures": _grown(30.0, "count/tools/python/failed"),
     "failed_conversations": _set(**{"stop/failed": 0.2}),
-    "slower": lambda since, metrics: {"tokens_per_second": 300.0} if since < 30 else {},
-    "time_in_evaluation": _set(**{"time/eval": 0.6}),
-    "time_in_sync": _set(**{"time/sync": 0.4}),
-    "time_in_sampling": _set(**{"time/collect": 0.95}),
 }
 
 
@@ -142,7 +132,7 @@ def constant_rule(name: str, metric: str, limit: float, **kwargs: Any) -> Any:
         value = history.now(metric)
         return {metric: value} if value is not None and value > limit else None
 
-    return Rule(name, condition, (metric,), "It is high.", "Lower it.", "low", "a test", **kwargs)
+    return Rule(name, condition, (metric,), "It is high.", "Lower it.", **kwargs)
 
 
 HIGH_REWARD = constant_rule("high_reward", "reward", 0.5, severity="stop")

@@ -47,7 +47,7 @@ SCHEDULES = (  # training.SCHEDULES
     *("ExponentialLR", "LinearLR", "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR"),
 )
 TopP = Annotated[float, Range(0, 1, above=True)]
-Logger = Annotated[str, OneOf("tensorboard", "csv", "wandb", "mlflow", "trackio")]  # run.loggers
+Logger = Annotated[str, OneOf("tensorboard", "wandb", "mlflow", "trackio")]  # run.loggers
 Resume = Annotated[str | int, OneOf("auto", "extend", "never", numbers=True)]  # run.settings.RESUME
 
 
@@ -327,7 +327,7 @@ class LoggerConfig:
     """Metrics and tables of a run."""
 
     samples: Whole = 8  # rows per table of samples; 0: no tables
-    loggers: list[Logger] = field(default_factory=lambda: ["tensorboard"])  # tensorboard, csv, wandb, mlflow, trackio
+    loggers: list[Logger] = field(default_factory=lambda: ["tensorboard"])  # tensorboard, wandb, mlflow, trackio
     logger_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments by logger: {wandb: {project: rloo}}
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROWS, HELD_OUT = 64, 8  # rows of the source to read, and held-out prompts
 TEXTS = ("I do not know.", "Let me see.")  # turns where no right answer is known
-LOCAL_LOGGERS = ("tensorboard", "csv")
+LOCAL_LOGGERS = ("tensorboard",)
 HELP = "--dry-run runs one step of this recipe in a temporary folder, with a tiny model and scripted turns"
 COVERED = (
     "covered: settings, prompts, chat template, environment (tools are built, not called), rewards, collector, weight "

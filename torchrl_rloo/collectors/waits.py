@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.occupancy import Occupancy, OccupancyMeter, Reading
-from torchrl_rloo.envs.activity import ActivityWindow, Profile
+from torchrl_rloo.envs.activity import ActivityWindow
 from torchrl_rloo.runtime.clock import now
-
-_KEPT_PROFILES = 8  # steps of which a timeline can be drawn
 
 
 class CollectorWaits:
@@ -23,23 +20,18 @@ class CollectorWaits:
         finished: number of finished groups that wait for their delivery.
         policy: policy, whose engine may report its own occupancy.
         clock: function that returns the time in seconds.
-
-    Attributes:
-        profiles: numbers of conversations over time in the last windows, oldest first.
     """
 
     def __init__(self, runner: Any, finished: Occupancy, policy: Any, clock: Callable[[], float] = now):
         self._runner, self._finished, self._engine = runner, finished, getattr(policy, "engine", None)
         self._clock, self._engines, self._queue = clock, OccupancyMeter(), Reading()
         self._waited, self._waiting_since, self._begun = 0.0, None, False
-        self.profiles: deque[Profile] = deque(maxlen=_KEPT_PROFILES)
 
     def begin(self) -> None:
         """Forget the time before the first batch."""
         if not self._begun:
             self._begun = True
             self.take()
-            self.profiles.clear()
 
     @contextmanager
     def for_rows(self) -> Iterator[None]:
@@ -53,7 +45,6 @@ class CollectorWaits:
     def take(self) -> dict[str, float]:
         """Return the measurements since the last call."""
         window: ActivityWindow = self._runner.take_activity()
-        self.profiles.append(window.profile)
         reading = self._finished.read()
         queue, self._queue = reading.since(self._queue), reading
         found = {"time/collect/wait": self._waited} | window.timings() | self._engines.take(self._readings())

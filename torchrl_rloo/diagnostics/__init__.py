@@ -3,46 +3,29 @@
 from torchrl_rloo.diagnostics.health import make_health
 from torchrl_rloo.diagnostics.memory import MemorySettings, plan_memory, read_shape
 from torchrl_rloo.diagnostics.metrics import DEFINITIONS, completion_metrics, staleness_metrics
-from torchrl_rloo.diagnostics.parity import (
-    ParityProbe,
-    advice,
-    check_engine,
-    check_parity,
-    parity_metrics,
-)
+from torchrl_rloo.diagnostics.parity import check_engine, check_parity, parity_metrics
 from torchrl_rloo.diagnostics.plan import TrainingPlan
 from torchrl_rloo.diagnostics.report import write_launch, write_report
 from torchrl_rloo.diagnostics.run_report import RunReport
 from torchrl_rloo.diagnostics.self_test import self_test
-from torchrl_rloo.diagnostics.stored_rows import (
-    Rescorer,
-    rescore,
-)
+from torchrl_rloo.diagnostics.stored_rows import Rescorer, rescore
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
-from torchrl_rloo.diagnostics.waiting import (
-    choose_step,
-    plot_timeline,
-    waiting_table,
-)
+from torchrl_rloo.diagnostics.waiting import waiting_table
 from torchrl_rloo.rewards.matching import final_answer
 
 __all__ = [
     "DEFINITIONS",
     "MemorySettings",
-    "ParityProbe",
     "Rescorer",
     "RunReport",
     "TrainingPlan",
-    "advice",
     "check_engine",
     "check_parity",
-    "choose_step",
     "completion_metrics",
     "final_answer",
     "make_health",
     "parity_metrics",
     "plan_memory",
-    "plot_timeline",
     "read_shape",
     "rescore",
     "self_test",

@@ -1,48 +1,43 @@
-"""Curves of a run: metrics by step, panels that share axes, their picture, and their data for a page."""
+"""Curves of a run: metrics by step, panels that share axes, and their pictures as SVG."""
 
 from __future__ import annotations
 
-import base64
+import html
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-from torchrl_rloo.runtime.files import atomic_write, make_folder
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 
 ENDS = ("low", "high")  # suffixes of the metrics that bound an interval
 _DETAILS = ("_length", "_clipped_ratio", "sampled_entropy", "sampled_kl", "sampled_distinct")
 _DETAILS += ("sampled_distinct_answers", "sampled_ngram_overlap", "/failed", "/abstained")
-EVAL_DETAILS = tuple(f"eval/*{end}" for end in _DETAILS)  # held-out metrics that are no scores
-_BINS = 1600  # largest number of values of a curve in a page
+EVAL_DETAILS = (
+    "eval/failed",
+    "eval/abstained",
+    *(f"eval/*{end}" for end in _DETAILS),
+)  # held-out metrics that are no scores
 _LARGEST = float(np.finfo(np.float32).max)
-_COLORS = ("#1f5fa8", "#c8553d", "#3b8a5a", "#8a5fb0", "#b08a2e", "#4a4a4a")
-_LABEL = 80  # characters shown of a metric's name
 
 
 class Series:
     """Finite values of each metric by step, from several lists of entries with ``step``."""
 
     def __init__(self, *histories: Sequence[Row]):
-        columns: dict[str, tuple[list[int], list[float]]] = {}
+        columns: dict[str, dict[int, float]] = {}
         for entry in (entry for history in histories for entry in history):
             for name, value in entry.items():
                 if name != "step" and is_finite(value):
-                    steps, values = columns.setdefault(name, ([], []))
-                    steps.append(entry["step"])
-                    values.append(float(value))
-        self._columns = {name: _sorted(*column) for name, column in columns.items()}
+                    columns.setdefault(name, {})[entry["step"]] = float(value)
+        self._columns = {
+            name: (np.array(sorted(column), dtype=np.int64), np.array([column[step] for step in sorted(column)]))
+            for name, column in columns.items()
+        }
 
     @property
     def names(self) -> list[str]:
@@ -64,69 +59,10 @@ class Series:
         values = self.column(name)[1]
         return len(values) > 1 and values.min() == values.max()
 
-    def bins(self) -> dict[str, Any]:
-        """Return the values in bins of equal width for the charts of a page, packed.
-
-        ``series`` has, by name, the index of its positions in ``xs``, packed means and, if a bin has several values,
-        the lowest and the highest.
-        """
-        if self.steps is None:
-            return {"width": 1, "start": None, "xs": [], "series": {}}
-        width = bin_width(*self.steps, _BINS)
-        places, xs, series = {}, [], {}
-        for name, (steps, values) in self._columns.items():
-            x, mean, least, most = downsample(steps, values, width)
-            place = places.setdefault(x.tobytes(), len(xs))
-            if place == len(xs):
-                xs.append(_pack(x, np.float64))
-            series[name] = [place, _pack(mean)] + ([_pack(least), _pack(most)] if len(x) < len(steps) else [])
-        return {"width": width, "start": None, "xs": xs, "series": series}
-
 
 def is_finite(value: Any) -> bool:
     """Return whether a value is a finite number."""
     return isinstance(value, (int, float)) and abs(value) <= np.finfo(np.float64).max
-
-
-def _sorted(steps: list[int], values: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    order = np.argsort(np.array(steps, dtype=np.int64), kind="stable")
-    return np.array(steps, dtype=np.int64)[order], np.array(values)[order]
-
-
-def bin_width(low: int, high: int, limit: int) -> int:
-    """Return the least power of 2 with at most ``limit`` bins from ``low`` to ``high``, and so a stable one.
-
-    Example:
-        >>> bin_width(0, 99_999, 800)
-        128
-    """
-    width = 1
-    while high // width - low // width + 1 > limit:
-        width *= 2
-    return width
-
-
-def downsample(steps: np.ndarray, values: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
-    """Return mean step, mean, minimum and maximum of the values in each bin of ``width`` steps.
-
-    Example:
-        >>> [part.tolist() for part in downsample(np.array([1, 2, 3, 6]), np.array([1.0, 5.0, 3.0, 7.0]), 4)]
-        [[2.0, 6.0], [3.0, 7.0], [1.0, 7.0], [5.0, 7.0]]
-    """
-    bins = steps // width
-    starts = np.flatnonzero(np.concatenate(([True], bins[1:] != bins[:-1])))
-    counts = np.diff(np.concatenate((starts, [len(bins)])))
-    low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    with np.errstate(over="ignore"):  # the mean of huge values is clipped to them
-        mean = np.clip(np.add.reduceat(values, starts) / counts, low, high)
-    return np.add.reduceat(steps.astype(np.float64), starts) / counts, mean, low, high
-
-
-def _pack(values: np.ndarray, dtype: type = np.float32) -> str:
-    """Encode numbers as base64 of their little-endian bytes."""
-    if dtype is np.float32:
-        values = np.clip(values, -_LARGEST, _LARGEST)
-    return base64.b64encode(values.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode("ascii")
 
 
 # Panels
@@ -237,13 +173,6 @@ def select_definitions(names: Collection[str], definitions: Mapping[str, str]) -
     return {k: text for k, text, pattern in found if any(pattern.fullmatch(name) for name in names)}
 
 
-def define(names: Iterable[str], definitions: Mapping[str, str]) -> dict[str, str]:
-    """Return the definition of each metric by its own name, for those that have one."""
-    patterns = [(re.compile(_pattern(k)), text) for k, text in definitions.items()]
-    found = ((name, next((text for p, text in patterns if p.fullmatch(name)), None)) for name in names)
-    return {name: text for name, text in found if text is not None}
-
-
 def _pattern(name: str) -> str:
     parts = re.split(r"(<[^<>]*>)", name)
     return "".join(
@@ -252,108 +181,160 @@ def _pattern(name: str) -> str:
     )
 
 
-def chart_data(
-    series: Series, panels: Sequence[Sequence[str]] | None, definitions: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return what the charts of a page show: panels, definitions of metrics, metrics that never change, and values."""
+# Pictures
+
+
+_WIDTH, _HEIGHT = 420, 200
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 10, 8, _HEIGHT - 22  # edges of the axes
+_BINS = 400  # largest number of places of a curve
+_COLORS = 8  # classes of colors in the style
+
+
+def render_charts(series: Series, panels: Sequence[Sequence[str]] | None) -> tuple[str, dict[str, float]]:
+    """Return the panels as HTML, and the metrics outside of them that never change, with their values."""
     names = series.names
     constant = {name for name in names if series.is_constant(name)}
-    chosen = choose_panels(names, panels, constant)
-    shown = [
-        {"title": p.title, "unit": p.unit, "names": panel_names(names, p, constant) or panel_names(names, p)}
-        | {"points": p.points, "smoothed": p.smoothed, "share": p.share}
-        for p in chosen
-    ]
-    flat = constant - {name for panel in shown for name in panel["names"]} - interval_bounds(names)
-    return {
-        "panels": shown,
-        "definitions": define(names, definitions),
-        "constants": {name: [series.column(name)[1][0]] for name in names if name in flat},
-        "runs": [{"bins": series.bins()}],
-    }
+    chosen = [(panel, panel_names(names, panel, constant)) for panel in choose_panels(names, panels, constant)]
+    charts = [_chart(series, panel, shown or panel_names(names, panel)) for panel, shown in chosen]
+    flat = constant - {name for _, shown in chosen for name in shown} - interval_bounds(names)
+    return "\n".join(charts), {name: float(series.column(name)[1][0]) for name in names if name in flat}
 
 
-# Picture
+@dataclass(frozen=True)
+class _Curve:
+    """Positions, values and bounds of a line."""
+
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
 
 
-def plot_curves(history: Sequence[Row], path: str | Path, *, panels: Sequence[Sequence[str]] | None = None) -> Path:
-    """Plot training curves as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
-    from matplotlib.figure import Figure
-
-    # Choose panels and lay them out in rows of at most three
-    names = list(dict.fromkeys(n for row in history for n, value in row.items() if n != "step" and is_finite(value)))
-    series = Series(history)
-    constant = {name for name in names if series.is_constant(name)}
-    chosen = choose_panels(names, panels, constant)
-    columns = min(len(chosen), 3)
-    rows = math.ceil(len(chosen) / columns)
-    # Draw without pyplot, whose backend and list of open figures are global
-    figure = Figure(figsize=(5.0 * columns, 3.2 * rows), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    for index, panel in enumerate(chosen):
-        shown = panel_names(names, panel, constant) or panel_names(names, panel)
-        _draw(figure.add_subplot(rows, columns, index + 1), panel, shown, names, history)
-    return save_figure(figure, Path(path))
+def _curve(series: Series, name: str) -> _Curve:
+    """Return a metric with the bounds of its interval, or of its values in each bin of steps."""
+    steps, values = series.column(name)
+    values = np.clip(values, -_LARGEST, _LARGEST)
+    width = bin_width(int(steps[0]), int(steps[-1]), _BINS)
+    if len(steps) > _BINS:
+        return _Curve(*downsample(steps, values, width))
+    ends = [series.column(f"{name}_{end}") for end in ENDS]
+    if all(np.array_equal(its_steps, steps) for its_steps, _ in ends):
+        return _Curve(steps, values, *(np.clip(bound, -_LARGEST, _LARGEST) for _, bound in ends))
+    return _Curve(steps, values)
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure as a PNG, create its directory if missing, and return the path."""
-    make_folder(path.parent)
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png")
-    return path
+def bin_width(low: int, high: int, limit: int) -> int:
+    """Return the least power of 2 with at most ``limit`` bins from ``low`` to ``high``, and so a stable one.
+
+    Example:
+        >>> bin_width(0, 99_999, 800)
+        128
+    """
+    width = 1
+    while high // width - low // width + 1 > limit:
+        width *= 2
+    return width
 
 
-def _draw(axes: Axes, panel: Panel, shown: Sequence[str], names: Sequence[str], history: Sequence[Row]) -> None:
-    # Draw a curve for each metric, smoothed where single values are noisy, with a band for its interval
-    drawn: list[float] = []
-    for index, name in enumerate(shown):
-        color, label = _COLORS[index % len(_COLORS)], _label(name)
-        entries = [entry for entry in history if is_finite(entry.get(name))]
-        steps, values = [entry["step"] for entry in entries], [entry[name] for entry in entries]
-        drawn += values
-        if panel.smoothed and len(values) >= 10:
-            window = max(3, len(values) // 20)
-            axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.35, label=label)
-            axes.plot(steps, _running_mean(values, window), color=color, linewidth=2, label=f"mean of last {window}")
-        else:
-            marker = "o" if panel.points or len(values) < 10 else None
-            axes.plot(steps, values, color=color, linewidth=1.4, marker=marker, markersize=4, label=label)
-        if all(f"{name}_{end}" in names for end in ENDS):
-            low, high = ([entry.get(f"{name}_{end}", math.nan) for entry in entries] for end in ENDS)
-            axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-    # Scale, label and style the axes
-    if panel.share and 0 <= min(drawn) and max(drawn) <= 1:
-        axes.set_ylim(-0.03, 1.03)
+def downsample(steps: np.ndarray, values: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
+    """Return mean step, mean, minimum and maximum of the values in each bin of ``width`` steps.
+
+    Example:
+        >>> [part.tolist() for part in downsample(np.array([1, 2, 3, 6]), np.array([1.0, 5.0, 3.0, 7.0]), 4)]
+        [[2.0, 6.0], [3.0, 7.0], [1.0, 7.0], [5.0, 7.0]]
+    """
+    bins = steps // width
+    starts = np.flatnonzero(np.concatenate(([True], bins[1:] != bins[:-1])))
+    counts = np.diff(np.concatenate((starts, [len(bins)])))
+    mean = np.add.reduceat(values, starts) / counts
+    low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+    return np.add.reduceat(steps.astype(np.float64), starts) / counts, mean, low, high
+
+
+def _chart(series: Series, panel: Panel, names: Sequence[str]) -> str:
+    """Return a panel: a picture, and a legend with the last value of each curve."""
+    curves = [_curve(series, name) for name in names]
+    ranges = [part for curve in curves for part in (curve.y, curve.low, curve.high) if part is not None]
+    low, high = min(float(part.min()) for part in ranges), max(float(part.max()) for part in ranges)
+    if panel.share and low >= 0 and high <= 1:
+        low, high = -0.02, 1.02
     else:
-        axes.margins(y=0.12)
-    axes.set_title(_label(panel.title), fontsize=11, loc="left")
-    axes.set_xlabel("step")
-    axes.set_ylabel(panel.unit)
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2} if len(axes.lines) > 3 else {}
-    axes.legend(fontsize=8, frameon=True, framealpha=0.85, edgecolor="none", **place)
-    _style(axes, [entry["step"] for entry in history])
+        pad = 0.08 * (high - low) or 0.1 * abs(high) or 0.5
+        low, high = low - pad, high + pad
+    first, last = series.steps
+    pad = 0.01 * (last - first) or 0.5
+    axes = _Axes(first - pad, last + pad, low, high)
+    lines = [_line(curve, axes, panel, number % _COLORS) for number, curve in enumerate(curves)]
+    legend = "".join(
+        f'<li class="c{number % _COLORS}"><b></b>{html.escape(name)} <span>{_figure(series.column(name)[1][-1])}</span>'
+        "</li>"
+        for number, name in enumerate(names)
+    )
+    title = html.escape(panel.title)
+    return (
+        f'<figure class="chart"><figcaption><strong>{title}</strong><span class="unit">{html.escape(panel.unit)}</span>'
+        f'</figcaption>\n<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{axes.grid()}'
+        f"{''.join(lines)}</svg>\n<ul>{legend}</ul></figure>"
+    )
 
 
-def _label(name: str) -> str:
-    """Return a name as Matplotlib shows it: no formula, no control characters, not hidden by an underscore."""
-    text = "".join(c if c.isprintable() else "\ufffd" for c in name[:_LABEL]).replace("$", r"\$")
-    return f" {text}" if text[:1] in ("_", "") else text
+@dataclass(frozen=True)
+class _Axes:
+    """Ranges of a picture, and its grid."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def points(self, x: np.ndarray, y: np.ndarray) -> list[str]:
+        """Return the places of values as texts."""
+        across = _LEFT + (x - self.first) / (self.last - self.first) * (_RIGHT - _LEFT)
+        down = _BOTTOM - (y - self.low) / (self.high - self.low) * (_BOTTOM - _TOP)
+        return [f"{a:.1f},{b:.1f}" for a, b in zip(across.tolist(), down.tolist(), strict=True)]
+
+    def grid(self) -> str:
+        """Return lines and numbers of both axes."""
+        marks = []
+        for step in _ticks(self.first, self.last, 6, least=1.0):
+            (place,) = self.points(np.array([step]), np.array([self.low]))
+            marks.append(f'<text class="middle" x="{place.partition(",")[0]}" y="{_HEIGHT - 6}">{step:,.0f}</text>')
+        for value in _ticks(self.low, self.high, 5):
+            (place,) = self.points(np.array([self.first]), np.array([value]))
+            y = float(place.partition(",")[2])
+            marks.append(f'<path class="grid" d="M{_LEFT},{y}H{_RIGHT}"/>')
+            marks.append(f'<text class="end" x="{_LEFT - 5}" y="{y + 3.5:.1f}">{_figure(value)}</text>')
+        return "".join(marks)
 
 
-def _style(axes: Axes, steps: Sequence[int]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    pad = 0.02 * (max(steps) - min(steps)) or 0.5
-    axes.set_xlim(min(steps) - pad, max(steps) + pad)  # equal in all panels
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.grid(color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _ticks(low: float, high: float, count: int, least: float = 0.0) -> list[float]:
+    """Return at most ``count`` round numbers between two others."""
+    size = 10.0 ** math.floor(math.log10((high - low) / count))
+    size = max(least, next(size * f for f in (1, 2, 5, 10) if (high - low) / (size * f) <= count))
+    return [size * i for i in range(math.ceil(low / size), math.floor(high / size) + 1)]
 
 
-def _running_mean(values: Sequence[float], window: int) -> list[float]:
+def _line(curve: _Curve, axes: _Axes, panel: Panel, color: int) -> str:
+    """Return a curve with its band, with marks where values are few, and smoothed where single values are noisy."""
+    parts, places = [], axes.points(curve.x, curve.y)
+    if curve.low is not None:
+        band = axes.points(curve.x, curve.high) + axes.points(curve.x, curve.low)[::-1]
+        parts.append(f'<path class="band" d="M{" ".join(band)}Z"/>')
+    if smooth := panel.smoothed and len(places) >= 10:
+        means = _running_mean(curve.y, max(3, len(places) // 20))
+        parts.append(f'<path class="line" d="M{" ".join(axes.points(curve.x, means))}"/>')
+    parts.append(f'<path class="{"noisy" if smooth else "line"}" d="M{" ".join(places)}"/>')
+    if panel.points or len(places) < 10:
+        for place, step, value in zip(places, curve.x.tolist(), curve.y.tolist(), strict=True):
+            x, y = place.split(",")
+            parts.append(f'<circle cx="{x}" cy="{y}" r="2.5"><title>step {step:g}: {_figure(value)}</title></circle>')
+    return f'<g class="c{color}">{"".join(parts)}</g>'
+
+
+def _figure(value: float) -> str:
+    return f"{value + 0.0:.4g}" if abs(value) < 1e6 else f"{value:.2g}"
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Average each value with up to ``window - 1`` values before it."""
-    return [math.fsum(values[max(0, end - window) : end]) / min(end, window) for end in range(1, len(values) + 1)]
+    return np.array([values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,31 +24,18 @@ _ROUNDING = 1e-6
 
 
 class RowStatistics(NamedTuple):
-    """Numbers about ``B`` rows that all metrics of a batch read.
+    """Numbers about ``B`` rows that all metrics of a batch read."""
 
-    Attributes:
-        rewards: ``[B]``, NaN where a row abstains.
-        groups: ``[B]`` int64, index of the row's group.
-        lengths: ``[B]`` action tokens.
-        truncated: ``[B]`` bool.
-        sums: entries of :func:`~torchrl_rloo.data.metadata.token_statistics` that all rows have; ``[B]``, or a list of
-            ``B`` tensors if their sizes differ.
-    """
-
-    rewards: torch.Tensor
-    groups: torch.Tensor
-    lengths: torch.Tensor
-    truncated: torch.Tensor
+    rewards: torch.Tensor  # [B], NaN where a row abstains
+    groups: torch.Tensor  # [B] int64, index of the row's group
+    lengths: torch.Tensor  # [B] action tokens
+    truncated: torch.Tensor  # [B] bool
+    # Entries of token_statistics that all rows have: [B], or a list of B tensors if their sizes differ
     sums: Mapping[str, torch.Tensor | list[torch.Tensor]]
 
 
 def row_statistics(rows: TensorDictBase, rewards: torch.Tensor) -> RowStatistics:
-    """Return the numbers about rows, or about their metadata.
-
-    Args:
-        rows: ``[B]`` finished rows or metadata.
-        rewards: ``[B]`` reward of each row, NaN where it abstains.
-    """
+    """Return the numbers about finished rows ``[B]``, or about their metadata, and their rewards."""
     split = rows.unbind(0)
     if keys.ACTION_COUNT in rows.keys():
         found = [{name: row[name] for name in TOKEN_STATISTICS if name in row.keys()} for row in split]
@@ -61,12 +48,7 @@ def row_statistics(rows: TensorDictBase, rewards: torch.Tensor) -> RowStatistics
 
 
 def part_metrics(statistics: RowStatistics, part: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return share, mean length, truncation, entropy and KL of some rows; only the share if there are none.
-
-    Args:
-        statistics: numbers about all ``B`` rows.
-        part: ``[B]`` bool, True for the rows of the part.
-    """
+    """Return share, mean length, truncation, entropy and KL of the rows under a mask; only the share of none."""
     metrics = {"share": part.float().mean()}
     if not part.any():
         return metrics
@@ -131,44 +113,31 @@ def group_metrics(statistics: RowStatistics) -> dict[str, torch.Tensor]:
     return metrics
 
 
-def diversity_metrics(statistics: RowStatistics) -> dict[str, float | torch.Tensor]:
-    """Return how different the completions of a group are, and how much they repeat themselves."""
+def diversity_metrics(statistics: RowStatistics, answers: Sequence[str | None] | None) -> dict[str, float]:
+    """Return how different completions and answers of a group are, and how much completions repeat themselves."""
     sums = statistics.sums
-    metrics: dict[str, float | torch.Tensor] = {"diversity/repetition": sums[keys.REPETITION].float().mean()}
-    several = [members for members in _members(statistics.groups) if len(members) > 1]
+    metrics = {"diversity/repetition": float(sums[keys.REPETITION].float().mean())}
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(statistics.groups.tolist()):
+        groups.setdefault(group, []).append(row)
+    several = [members for members in groups.values() if len(members) > 1]
     if several:
         hashes, sketches = sums[keys.COMPLETION_HASH], sums[keys.NGRAM_SKETCH]
-        distinct = [distinct_share(hashes[members].tolist()) for members in several]
-        shared = [overlap([sketches[i] for i in members]) for members in several]
-        metrics["diversity/distinct"] = sum(distinct) / len(distinct)
-        metrics["diversity/ngram_overlap"] = sum(shared) / len(shared)
+        measures = {
+            "distinct": lambda members: distinct_share(hashes[members].tolist()),
+            "ngram_overlap": lambda members: overlap([sketches[i] for i in members]),
+        }
+        if answers is not None:
+            measures["distinct_answers"] = lambda members: distinct_share([answers[i] for i in members])
+        for name, measure in measures.items():
+            metrics[f"diversity/{name}"] = sum(map(measure, several)) / len(several)
     return metrics
 
 
-def answer_metrics(statistics: RowStatistics, answers: Sequence[str | None]) -> dict[str, float]:
-    """Return how different the answers of a group are; nothing if no group has two rows."""
-    several = [members for members in _members(statistics.groups) if len(members) > 1]
-    shares = [distinct_share([answers[i] for i in members]) for members in several]
-    return {"diversity/distinct_answers": sum(shares) / len(shares)} if shares else {}
-
-
 def share_of_equal_groups(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return the share of groups with at least two scored rows, all of equal reward.
-
-    Args:
-        rewards: ``[B]``, NaN where a row abstains.
-        groups: ``[B]`` int64, any number per group.
-    """
+    """Return the share of groups whose rows have equal rewards, two of them at least that are not NaN."""
     low, high, answered = group_ranges(rewards, groups.unique(return_inverse=True)[1])
     return ((answered > 1) & (low == high)).float().mean()
-
-
-def _members(groups: torch.Tensor) -> Iterator[list[int]]:
-    """Yield the rows of each group."""
-    found: dict[int, list[int]] = {}
-    for row, group in enumerate(groups.tolist()):
-        found.setdefault(group, []).append(row)
-    yield from found.values()
 
 
 # Batches
@@ -438,9 +407,10 @@ def completion_metrics(
         counted = ~truncated if mask_truncated_completions else torch.ones_like(truncated)
         metrics["kl"] = sums[keys.KL_TO_REF][counted].sum() / lengths[counted].sum().clamp(min=1)
     # Parts of the batch
-    metrics |= outcome_metrics(statistics) | group_metrics(statistics) | diversity_metrics(statistics)
+    answers = None
     if extract is not None and keys.COMPLETION in rows.keys():
-        metrics |= answer_metrics(statistics, [extract_answer(extract, row[keys.COMPLETION]) for row in rows.unbind(0)])
+        answers = [extract_answer(extract, row[keys.COMPLETION]) for row in rows.unbind(0)]
+    metrics |= outcome_metrics(statistics) | group_metrics(statistics) | diversity_metrics(statistics, answers)
     if keys.TASK in rows.keys():
         metrics |= named_metrics(statistics, "tasks", [row[keys.TASK] for row in rows.unbind(0)])
     if keys.ROLE in rows.keys():
@@ -470,14 +440,7 @@ def staleness_metrics(rows: TensorDictBase, version: int) -> dict[str, float]:
 
 def _length_metrics(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, torch.Tensor]:
     terminated = lengths[~truncated]
-    if not len(terminated):
-        terminated = torch.zeros(1)
-    return {
-        "completions/mean_length": lengths.mean(),
-        "completions/min_length": lengths.min(),
-        "completions/max_length": lengths.max(),
-        "completions/clipped_ratio": truncated.float().mean(),
-        "completions/mean_terminated_length": terminated.mean(),
-        "completions/min_terminated_length": terminated.min(),
-        "completions/max_terminated_length": terminated.max(),
-    }
+    metrics = {"completions/clipped_ratio": truncated.float().mean()}
+    for suffix, part in (("length", lengths), ("terminated_length", terminated if len(terminated) else torch.zeros(1))):
+        metrics |= {f"completions/{name}_{suffix}": getattr(part, name)() for name in ("mean", "min", "max")}
+    return metrics

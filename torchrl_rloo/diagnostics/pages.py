@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_SHARED = Path(__file__).parent / "shared_page"  # head, style and choice of colors of all pages
+_SHARED = Path(__file__).parent / "shared_page"  # head and style of all pages
 
 
 def read_static(folder: Path, names: Sequence[str]) -> str:
@@ -19,20 +19,17 @@ def read_static(folder: Path, names: Sequence[str]) -> str:
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
-def render_page(
-    template: str, *, title: str, script: str, style: str, data: Any = None, connect: str = "", **parts: str
-) -> str:
-    """Fill a template whose script and style the content security policy admits by their hashes."""
+def render_page(template: str, *, title: str, style: str, script: str = "", data: Any = None, **parts: str) -> str:
+    """Fill a template; its content security policy admits only this style and script, by their hashes."""
     style = f"{read_static(_SHARED, ['base.css'])}\n{style}"
-    for name in ("head", "scheme"):
-        template = template.replace(f"%{name.upper()}%", read_static(_SHARED, [f"{name}.html"]))
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
-        f"connect-src {connect or chr(39) + 'none' + chr(39)}; base-uri 'none'; form-action 'none'; "
+        f"default-src 'none'; script-src {_hash(script) if script else chr(39) + 'none' + chr(39)}; "
+        f"style-src {_hash(style)}; img-src data:; connect-src 'none'; base-uri 'none'; form-action 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     )
     texts = {"TITLE": html.escape(title), "POLICY": policy, "STYLE": style, "SCRIPT": script}
     texts |= {"DATA": inert_json(data), **parts}
+    template = template.replace("%HEAD%", read_static(_SHARED, ["head.html"]))
     return re.sub("|".join(f"%{name}%" for name in texts), lambda found: texts[found[0].strip("%")], template)
 
 

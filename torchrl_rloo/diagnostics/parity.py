@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import PromptDataset, encode_prompt, keys
 from torchrl_rloo.data.rows import (
@@ -41,47 +41,38 @@ BFLOAT16_SHARE, BFLOAT16_MAX = 0.1, 1.0
 OUTSIDE_LIMIT, ESS_LIMIT = 0.02, 0.9
 
 
-def row_gap(
-    rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS, ranks: Ranks | None = None
-) -> LogProbGap:
-    """Compute :func:`log_prob_gap` over the action tokens of the rows that have behavior log-probs.
-
-    Args:
-        rows: finished trajectories, batch size ``[B]``.
-        trainer_log_probs: key of the training model's log-probs, ``[T]`` per row, in nats.
-        ranks: ranks that call together, each with its own rows, of which there may be none. None compares alone.
-    """
-    gaps = _row_gaps(rows, trainer_log_probs)
+def row_gap(rows: TensorDictBase, ranks: Ranks | None = None) -> LogProbGap:
+    """Compute :func:`log_prob_gap` over the action tokens of the rows that have behavior log-probs, over all ranks."""
+    gaps = _row_gaps(rows)
     if ranks is not None:
         told = ranks.all_gather(gaps, "gaps of log-probs")[:: ranks.share_size]
         gaps = RowGaps(*map(torch.cat, zip(*told, strict=True)))
     return total_gap(gaps)
 
 
-def _row_gaps(rows: TensorDictBase, trainer_log_probs: NestedKey) -> RowGaps:
+def _row_gaps(rows: TensorDictBase) -> RowGaps:
     """Return the gap on each row that has behavior log-probs, on the CPU."""
     sampled = [row for row in unbind_rows(rows) if keys.LOG_PROBS in row.keys(True)]
     if not sampled:
         return row_gaps(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
-    if any(trainer_log_probs not in row.keys(True) for row in sampled):
+    if any(keys.PROXIMAL_LOG_PROBS not in row.keys(True) for row in sampled):
         raise KeyError(
-            f"rows have no entry {trainer_log_probs!r}; write it with record_log_probs before the first update"
+            f"rows have no entry {keys.PROXIMAL_LOG_PROBS!r}; write it with record_log_probs before the first update"
         )
     sampled = stack_rows(sampled)
     actions = action_tokens(sampled)
-    sampler, trainer = (gather_actions(ragged(sampled, k), actions) for k in (keys.LOG_PROBS, trainer_log_probs))
+    sampler, trainer = (
+        gather_actions(ragged(sampled, key), actions) for key in (keys.LOG_PROBS, keys.PROXIMAL_LOG_PROBS)
+    )
     return RowGaps(*(value.cpu() for value in row_gaps(sampler, trainer, actions.mask)))
 
 
-def parity_metrics(
-    rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS, ranks: Ranks | None = None
-) -> dict[str, float]:
+def parity_metrics(rows: TensorDictBase, ranks: Ranks | None = None) -> dict[str, float]:
     """Compute the metrics ``parity/...`` of a batch: the gap between sampler and trainer log-probs.
 
     Args:
         rows: batch size ``[B]``, scored by :func:`~torchrl_rloo.modules.record_log_probs` before the first update on
             them. Rows without behavior log-probs are ignored.
-        trainer_log_probs: key of the trainer's log-probs.
         ranks: ranks that call together, each with its own rows, of which there may be none. None compares alone.
 
     Returns:
@@ -90,7 +81,7 @@ def parity_metrics(
     Raises:
         KeyError: if a row with behavior log-probs lacks the trainer's.
     """
-    gap = row_gap(rows, trainer_log_probs, ranks)
+    gap = row_gap(rows, ranks)
     if not gap.tokens:
         return {}
     figures = {"mean": gap.mean, "max": gap.max, "k3": gap.k3, "ess": gap.row_ess, "outside": gap.outside_share}
@@ -98,100 +89,58 @@ def parity_metrics(
 
 
 class ParityReport(NamedTuple):
-    """Result of :class:`ParityProbe`."""
+    """Result of :func:`probe_parity`."""
 
     gap: LogProbGap
     advice: list[str]
 
 
-class ParityProbe:
-    """Probe that compares the log-probs of sampler and trainer on freshly sampled turns.
+@torch.no_grad()
+def probe_parity(
+    policy: Callable[[TensorDictBase], TensorDictBase] | None,
+    scorer: TransformersWrapper,
+    prompts: TensorDictBase,
+    *,
+    max_new_tokens: int = 64,
+    sampler_dtype: Dtype = None,
+    trainer_dtype: Dtype = None,
+    ranks: Ranks | None = None,
+) -> ParityReport:
+    """Sample a turn per prompt, score it with the training model, and advise on the gap of their log-probs.
 
-    It samples one turn per prompt, scores it with the training model and advises on the gap. Run it before training,
-    or after a doubtful weight update. It leaves the run's random streams unchanged, since every row has its own seed.
-
-    Some samplers leave temperature or truncation out of their log-probs. If the scorer applies either, a large gap is
-    measured again with a scorer of the plain softmax.
-
-    Args:
-        policy: sampler that continues rows with ``("tokens", "prompt")`` and writes ``tokens``, ``masks`` and
-            ``log_probs`` as :class:`TransformersWrapper` does.
-        scorer: wrapper of the training model, with ``generate=False`` and the sampling settings of the policy.
-        prompts: rows with ``("tokens", "prompt")``, batch size ``[B]``, unchanged by the probe; a few are enough.
-        max_new_tokens: largest number of tokens per turn.
-        seed: seed of the first row; row ``i`` has ``seed + i``.
-        sampler_dtype: dtype that the sampler computes in, e.g. ``torch.bfloat16``; None if unknown.
-        trainer_dtype: dtype that the trainer computes in; None if unknown.
-        micro_batch_size: rows scored per forward pass; None scores all at once.
-        ranks: ranks that score together, each with a probe. The policy of rank 0 samples. None scores alone.
-
-    Raises:
-        ValueError: if there are no prompts.
-
-    Example::
-
-        report = ParityProbe(policy, scorer, prompts, sampler_dtype=torch.bfloat16)()
-        print(report.gap.mean, *report.advice)
+    The run's random streams stay unchanged, since every row has its own seed. With ranks, all call this function; the
+    policy of rank 0 samples.
     """
+    if not len(prompts):
+        raise ValueError("prompts is empty; a probe requires at least one row")
+    ranks, limit = Ranks.single() if ranks is None else ranks, torch.tensor(max_new_tokens)
 
-    def __init__(
-        self,
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        scorer: TransformersWrapper,
-        prompts: TensorDictBase,
-        *,
-        max_new_tokens: int = 64,
-        seed: int = 0,
-        sampler_dtype: Dtype = None,
-        trainer_dtype: Dtype = None,
-        micro_batch_size: int | None = None,
-        ranks: Ranks | None = None,
-    ):
-        if not len(prompts):
-            raise ValueError("prompts is empty; a probe requires at least one row")
-        self.policy, self.scorer, self.prompts = policy, scorer, ragged(prompts, keys.PROMPT_TOKENS)
-        self.max_new_tokens, self.seed, self.micro_batch_size = max_new_tokens, seed, micro_batch_size
-        self.sampler_dtype, self.trainer_dtype = sampler_dtype, trainer_dtype
-        self.ranks = Ranks.single() if ranks is None else ranks
-
-    @torch.no_grad()
-    def __call__(self) -> ParityReport:
-        rows = to_lazy_stack(self.ranks.broadcast(lambda: self.policy(self._rows())))
-        rows = concatenate(rows.unbind(0)) if rows.ndim == 2 else rows  # several samples per prompt
-        gap, plain = self._gap(rows, self.scorer), None
-        dtypes = (self.sampler_dtype, self.trainer_dtype)
-        # Score the plain softmax as well: the sampler may leave temperature and truncation out of its log-probs
-        if not _is_rounding(gap, _is_float32(*dtypes)) and self.scorer.distribution != SamplingDistribution():
-            unsupported = stack_rows([row.exclude(keys.SUPPORT_IDS[0]) for row in rows.unbind(0)])
-            plain = self._gap(unsupported, self.scorer.get_new_version(generate_kwargs={}))
-        return ParityReport(gap, advice(gap, *dtypes, plain=plain))
-
-    def _rows(self) -> TensorDictBase:
-        limit = torch.tensor(self.max_new_tokens)
+    def sample() -> TensorDictBase:
         seeded = [
-            {keys.PROMPT_TOKENS: prompt, keys.SEED: torch.tensor(self.seed + i), keys.MAX_NEW_TOKENS: limit}
-            for i, prompt in enumerate(self.prompts)
+            {keys.PROMPT_TOKENS: prompt, keys.SEED: torch.tensor(i), keys.MAX_NEW_TOKENS: limit}
+            for i, prompt in enumerate(ragged(prompts, keys.PROMPT_TOKENS))
         ]
-        return stack_rows([TensorDict(row, []) for row in seeded])
+        return policy(stack_rows([TensorDict(row, []) for row in seeded]))
 
-    def _gap(self, rows: TensorDictBase, scorer: TransformersWrapper) -> LogProbGap:
-        return row_gap(record_log_probs(scorer, rows, micro_batch_size=self.micro_batch_size, ranks=self.ranks))
+    rows = to_lazy_stack(ranks.broadcast(sample))
+    rows = concatenate(rows.unbind(0)) if rows.ndim == 2 else rows  # several samples per prompt
+    gap, plain = row_gap(record_log_probs(scorer, rows, ranks=ranks)), None
+    # Score the plain softmax as well: the sampler may leave temperature and truncation out of its log-probs
+    exact = _is_float32(sampler_dtype, trainer_dtype)
+    if not _is_rounding(gap, exact) and scorer.distribution != SamplingDistribution():
+        unsupported = stack_rows([row.exclude(keys.SUPPORT_IDS[0]) for row in rows.unbind(0)])
+        plain_scorer = scorer.get_new_version(generate_kwargs={})
+        plain = row_gap(record_log_probs(plain_scorer, unsupported, ranks=ranks))
+    return ParityReport(gap, advice(gap, sampler_dtype, trainer_dtype, plain=plain))
 
 
 def advice(
     gap: LogProbGap, sampler_dtype: Dtype = None, trainer_dtype: Dtype = None, *, plain: LogProbGap | None = None
 ) -> list[str]:
-    """Return the steps that reduce a gap between sampler and trainer, most urgent first.
+    """Return the steps that reduce a gap between sampler and trainer, most urgent first; none if it is of float32.
 
-    Args:
-        gap: gap between sampler and trainer.
-        sampler_dtype: dtype that the sampler computes in; None if unknown. Unless both dtypes are float32, the gap may
-            be as large as bfloat16 explains.
-        trainer_dtype: dtype that the trainer computes in; None if unknown.
-        plain: gap of the same rows if the trainer scores the plain softmax; None if the policy samples from it.
-
-    Returns:
-        One sentence per step; empty if sampler and trainer agree to float32.
+    Unless both dtypes are float32, the gap may be as large as bfloat16 explains. ``plain`` is the gap of the same rows
+    if the trainer scores the plain softmax; None if the policy samples from it.
     """
     if not gap.tokens:
         return ["no action token was compared; probe with prompts that the sampler continues"]
@@ -281,12 +230,11 @@ def _dtype_name(dtype: Dtype) -> str | None:
 
 
 class LogProbGap(NamedTuple):
-    r"""Result of :func:`log_prob_gap`, float64 scalars; all except ``tokens`` are NaN without action tokens."""
+    """Result of :func:`log_prob_gap`, float64 scalars; all except ``tokens`` are NaN without action tokens."""
 
     mean: torch.Tensor
     max: torch.Tensor
     k3: torch.Tensor
-    token_ess: torch.Tensor
     row_ess: torch.Tensor
     outside_share: torch.Tensor
     surprisal: torch.Tensor
@@ -294,7 +242,7 @@ class LogProbGap(NamedTuple):
 
 
 class RowGaps(NamedTuple):
-    r"""Gap on each row, ``[B]`` float64 each; those of several batches may be concatenated."""
+    """Gap on each row, ``[B]`` float64 each; those of several batches may be concatenated."""
 
     tokens: torch.Tensor
     size: torch.Tensor
@@ -303,8 +251,6 @@ class RowGaps(NamedTuple):
     outside: torch.Tensor
     surprisal: torch.Tensor
     log_ratio: torch.Tensor
-    ratios: torch.Tensor
-    squares: torch.Tensor
 
 
 @torch.no_grad()
@@ -314,7 +260,6 @@ def row_gaps(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor, m
     difference = torch.where(mask, trainer - sampler, 0.0)
     size, ratio = difference.abs(), difference.exp()
     inside = (ratio >= RATIO_BOUNDS[0]) & (ratio <= RATIO_BOUNDS[1])
-    log_ratios = difference.masked_fill(~mask, -torch.inf)
     return RowGaps(
         tokens=mask.sum(1).double(),
         size=size.sum(1),
@@ -323,20 +268,16 @@ def row_gaps(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor, m
         outside=(mask & ~inside).sum(1).double(),
         surprisal=-torch.where(mask, sampler, 0.0).sum(1),
         log_ratio=difference.sum(1),
-        ratios=log_ratios.logsumexp(1),
-        squares=(2 * log_ratios).logsumexp(1),
     )
 
 
 def total_gap(gaps: RowGaps) -> LogProbGap:
     """Return the gap on all rows together."""
     tokens = gaps.tokens.sum()
-    token_ess = (2 * gaps.ratios.logsumexp(0) - gaps.squares.logsumexp(0) - tokens.log()).exp()
     return LogProbGap(
         mean=gaps.size.sum() / tokens,
         max=gaps.largest.max() if tokens else tokens.new_tensor(torch.nan),
         k3=gaps.k3.sum() / tokens,
-        token_ess=token_ess,
         row_ess=effective_sample_size(gaps.log_ratio[gaps.tokens > 0]),
         outside_share=gaps.outside.sum() / tokens,
         surprisal=gaps.surprisal.sum() / tokens,
@@ -347,14 +288,8 @@ def total_gap(gaps: RowGaps) -> LogProbGap:
 def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor, mask: torch.Tensor) -> LogProbGap:
     r"""Compare the sampler's log-probs :math:`\log \mu` with the trainer's :math:`\log \pi` of the same tokens.
 
-    All values are over all tokens or rows. To measure several batches, concatenate them padded to one width; averages
-    over batches would differ. Rows without action tokens are ignored. A NaN difference makes ``mean`` and ``max`` NaN,
-    and counts as outside.
-
-    Args:
-        sampler_log_probs: ``[B, A]`` in nats; ignored outside the mask.
-        trainer_log_probs: ``[B, A]`` in nats; ignored outside the mask.
-        mask: ``[B, A]`` bool, True on action tokens.
+    Both are ``[B, A]`` in nats; the mask is True on action tokens. All values are over all tokens or rows. Rows
+    without action tokens are ignored. A NaN difference makes ``mean`` and ``max`` NaN, and counts as outside.
 
     Example:
         >>> gap = log_prob_gap(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]]), torch.ones(1, 2).bool())
@@ -430,7 +365,7 @@ def check_parity(
     rows = stack_rows([TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in encoded])
     dtypes = {"sampler_dtype": sampler_dtype, "trainer_dtype": trainer.model.dtype}
     limit = trainer.config.max_new_tokens
-    gap, advice = ParityProbe(policy, trainer, rows, max_new_tokens=limit, ranks=ranks, **dtypes)()
+    gap, advice = probe_parity(policy, trainer, rows, max_new_tokens=limit, ranks=ranks, **dtypes)
     if ranks is not None and not ranks.is_main:
         return
     print(

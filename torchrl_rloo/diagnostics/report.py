@@ -1,4 +1,4 @@
-"""Self-contained HTML report of a run, and its summary as JSON and Markdown."""
+"""Self-contained HTML report of a run with a verdict, and its summary as JSON."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import base64
 import html
 import json
 import math
+import os
 import re
+import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchrl_rloo.diagnostics.curves import Series, chart_data, plot_curves, select_definitions
+from torchrl_rloo.diagnostics.curves import EVAL_DETAILS, Series, match_names, render_charts, select_definitions
 from torchrl_rloo.diagnostics.pages import read_static, render_page
-from torchrl_rloo.diagnostics.verdict import HEALTH_FILE, Change, HealthEvent, evaluation_changes, read_health, verdict
-from torchrl_rloo.diagnostics.waiting import describe_waits, join_entries
+from torchrl_rloo.diagnostics.waiting import Waits, join_entries, summarize_waits
 from torchrl_rloo.functional.statistics import Interval
-from torchrl_rloo.runtime.files import make_folder, write_text
+from torchrl_rloo.runtime.files import SAFE_FLAGS, make_folder, write_text
 from torchrl_rloo.runtime.masking import mask_command, mask_settings
 
 Row = Mapping[str, Any]
 
 LAUNCH_FILE = "launch.json"
 _FOLDER = Path(__file__).parent / "report_page"
-_SCRIPTS, _STYLES = ("uPlot-1.6.32.min.js", "charts.js"), ("uPlot-1.6.32.min.css", "charts.css")
 _REFRESH = '<meta http-equiv="refresh" content="20">'  # of the page of an unfinished run
 _SAMPLES = 4  # completions shown per step
 _EVENTS = 30  # health events shown
@@ -37,6 +38,12 @@ _PACKAGES = ("torchrl_rloo", "torch", "torchrl", "tensordict", "transformers", "
 _RECENT = 20  # steps of which the speed is the median
 _TRANSCRIPT = re.compile(r"[\w.-]{1,100}\.html")  # names of the pages that are linked
 _TRANSCRIPT_LINK = re.compile(r"transcripts/[\w.-]{1,100}\.html#row=\d{1,9}")
+HEALTH_FILE = "health.jsonl"
+SEVERITIES = ("stop", "warn", "info")  # most urgent first
+_LONGEST = 1000  # characters of a sentence
+_TAIL = 1 << 18  # bytes of the file that are read
+_LEAST = 10  # steps from which rewards are compared
+_HEADLINES = ("eval/greedy", "eval/sampled")
 
 
 def write_report(
@@ -54,23 +61,24 @@ def write_report(
     title: str | None = None,
     finished: bool = True,
 ) -> Path:
-    """Write the self-contained page ``report.html``, with ``report.md``, ``curves.png`` and ``summary.json``.
+    """Write the self-contained page ``report.html``, with ``summary.json``.
 
-    The page starts with facts of the run and a verdict in two sentences. It also shows events of the health rules and
+    The page starts with a verdict in two sentences and facts of the run. It also shows events of the health rules and
     links transcripts, if they are in ``directory``. The page of an unfinished run reloads itself, and comes without
-    the other files.
+    the other file.
 
     Args:
         directory: output directory of the run, created if missing.
-        history: one dictionary per entry, see :func:`plot_curves`.
+        history: one dictionary per entry, with ``step`` and metrics.
         summary: key figures by name.
         timings: like ``history``, with values that depend on the clock.
         tables: sample completions by table name; the page shows rows of the first and last ``step`` of each.
         definitions: definitions by metric name, in which ``<a|b>`` stands for one of the words and ``<word>`` for any.
             The page shows those of metrics in the history. None shows none.
         settings: configuration of the run, shown last; None shows none.
-        panels: metrics of each panel, see :func:`plot_curves`.
-        figures: further PNG files by title; None adds none.
+        panels: metrics of each panel, with ``*`` for any text and ``!`` before those to leave out. None takes the
+            usual panels that the history has metrics for.
+        figures: PNG files by title; None adds none.
         command: command line of the run; its secrets are masked. None shows none.
         title: title of the page. None takes algorithm, task and model of ``settings``.
         finished: False while the run continues.
@@ -82,53 +90,49 @@ def write_report(
         ValueError: if the history has no finite metric, or none for one of ``panels``.
     """
     directory, settings = Path(directory), mask_settings(settings or {})
+    make_folder(directory)
     series = Series(history, timings)
-    charts = chart_data(series, panels, definitions or {})
+    charts, flat = render_charts(series, panels)
     facts = run_facts(series, settings, command)
-    record = {**summary, **({"command": facts["Command"]} if command else {})}
-    record |= {"settings": settings} if settings else {}
     # Judge the run
     title = headline(settings) if title is None else title
     events = read_health(directory / HEALTH_FILE)[:_EVENTS]
-    waits = describe_waits(join_entries(history, timings))
-    sentences, changes = verdict(series, events, waits["sentence"] if waits else ""), evaluation_changes(series)
+    waits = summarize_waits(join_entries(history, timings))
+    sentences, changes = verdict(series, events, waits.sentence if waits else ""), evaluation_changes(series)
     links = transcript_links(directory)
-    # Write the other files
-    curves = ""
     if finished:
-        curves = _render_image("Training curves", plot_curves(history, directory / "curves.png", panels=panels))
+        record = {**summary, **({"command": facts["Command"]} if command else {})}
+        record |= {"settings": settings} if settings else {}
         text = json.dumps(_replace_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
         write_text(directory / "summary.json", text + "\n")
-        write_text(directory / "report.md", markdown_report(title, facts, sentences, changes, events, links))
-    # Assemble the page
+    # Assemble the page; what is looked up rather than read is folded
+    told = {"cpu_seconds", *(f"{change.name}_{when}" for change in changes for when in ("before", "after"))}
+    shown = {name: value for name, value in summary.items() if name not in told}
+    logged = {name for entry in (*history, *timings) for name in entry}
+    folded = {
+        "Metrics that never changed": flat,
+        "Definitions of metrics": select_definitions(logged, definitions or {}),
+        "Settings": settings,
+    }
     sections = [
-        _render_section("Verdict", "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)),
-        _render_section("Run", _render_table(facts)),
-        *_render_events(events),
-        *_render_changes(changes),
-        *_render_summary(summary, changes),
-        _render_section("Curves", f'<div id="charts" class="charts"></div>\n<noscript>{curves}</noscript>'),
-        *_render_waits(waits, sentences),
-        *(_render_section(name, _render_image(name, Path(file))) for name, file in (figures or {}).items()),
-        *(_render_section(f"Samples: {name}", _render_samples(rows)) for name, rows in (tables or {}).items() if rows),
-        *([_render_section("Transcripts", _render_links(links))] if links else []),
+        _section("Verdict", "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)),
+        _section("Run", _table(facts)),
+        _section("Health", "\n".join(map(_event, events))) if events else "",
+        _section("Held-out evaluation", _changes(changes)) if changes else "",
+        _section("Summary", _table(shown)) if shown else "",
+        _section("Curves", f'<div class="charts">\n{charts}\n</div>'),
+        _section("Who waits for whom", _waits(waits, sentences)) if waits else "",
+        *(_section(name, _image(name, Path(file))) for name, file in (figures or {}).items()),
+        *(_section(f"Samples: {name}", _samples(rows)) for name, rows in (tables or {}).items() if rows),
+        _section("Transcripts", _links(links)) if links else "",
+        *(_section(name, _table(pairs), folded=True) for name, pairs in folded.items() if pairs),
     ]
-    # Fold what is looked up rather than read
-    if charts["constants"]:
-        flat = {name: value for name, (value,) in charts["constants"].items()}
-        sections.append(_render_folded("Metrics that never changed", _render_table(flat)))
-    if shown := select_definitions({name for entry in history for name in entry}, definitions or {}):
-        sections.append(_render_folded("Definitions of metrics", _render_table(shown)))
-    if settings:
-        sections.append(_render_folded("Settings", _render_table(settings)))
     page = render_page(
         read_static(_FOLDER, ["report.html"]),
         title=title,
-        script=read_static(_FOLDER, (*_SCRIPTS, "report.js")),
-        style=read_static(_FOLDER, (*_STYLES, "report.css")),
-        data=charts,
+        style=read_static(_FOLDER, ["report.css"]),
         REFRESH="" if finished else _REFRESH,
-        SECTIONS="\n".join(sections),
+        SECTIONS="\n".join(filter(None, sections)),
     )
     return write_text(directory / "report.html", page.replace("\0", "\ufffd"))
 
@@ -142,51 +146,39 @@ def _replace_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _render_section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{html.escape(title)}</h2>\n{content}\n</section>"
+# Sections of the page; each function escapes the texts that it gets
 
 
-def _render_folded(title: str, content: str) -> str:
-    return f"<section>\n<details>\n<summary><h2>{html.escape(title)}</h2></summary>\n{content}\n</details>\n</section>"
+def _section(title: str, content: str, folded: bool = False) -> str:
+    head = f"<h2>{html.escape(title)}</h2>"
+    if folded:
+        return f"<section>\n<details>\n<summary>{head}</summary>\n{content}\n</details>\n</section>"
+    return f"<section>\n{head}\n{content}\n</section>"
 
 
-def _render_image(name: str, file: Path) -> str:
+def _image(name: str, file: Path) -> str:
     data = base64.b64encode(file.read_bytes()).decode("ascii")
     return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
 
 
-def _render_events(events: Sequence[HealthEvent]) -> list[str]:
-    notes = []
-    for event in events:
-        over = event.cleared is not None
-        when = f"steps {event.step} to {event.cleared}" if over else f"since step {event.step}"
-        name = "over" if over else event.severity
-        text = f"{event.rule}, {when}. {event.sentence}"
-        notes.append(
-            f'<div class="note {name}"><span class="badge">{name}</span>{html.escape(text)} '
-            f'<span class="remedy">{html.escape(event.remedy)}</span></div>'
-        )
-    return [_render_section("Health", "\n".join(notes))] if notes else []
+def _event(event: HealthEvent) -> str:
+    over = event.cleared is not None
+    when = f"steps {event.step} to {event.cleared}" if over else f"since step {event.step}"
+    name, text = "over" if over else event.severity, f"{event.rule}, {when}. {event.sentence}"
+    return (
+        f'<div class="note {name}"><span class="badge">{name}</span>{html.escape(text)} '
+        f'<span class="remedy">{html.escape(event.remedy)}</span></div>'
+    )
 
 
-def _render_changes(changes: Sequence[Any]) -> list[str]:
-    if not changes:
-        return []
-    rows = [
-        (c.name, f"{_interval(c.first)} at step {c.steps[0]:,}", f"{_interval(c.last)} at step {c.steps[1]:,}")
-        + (_interval(c.difference),)
-        for c in changes
-    ]
+def _changes(changes: Sequence[Change]) -> str:
+    rows = []
+    for change in changes:
+        ends = zip((change.first, change.last), change.steps, strict=True)
+        shown = [f"{_interval(values)} at step {step:,}" for values, step in ends]
+        rows.append([change.name, *shown, _interval(change.difference)])
     note = "In parentheses: 95 % intervals over the prompts; that of the difference takes both as independent."
-    table = _render_grid(("metric", "first", "last", "difference"), rows)
-    return [_render_section("Held-out evaluation", f'{table}\n<p class="faint">{note}</p>')]
-
-
-def _render_summary(summary: Mapping[str, Any], changes: Sequence[Any]) -> list[str]:
-    """Render the key figures that the facts and the table of evaluations lack."""
-    known = {"cpu_seconds", *(f"{change.name}_{when}" for change in changes for when in ("before", "after"))}
-    shown = {name: value for name, value in summary.items() if name not in known}
-    return [_render_section("Summary", _render_table(shown))] if shown else []
+    return f'{_grid(("metric", "first", "last", "difference"), rows)}\n<p class="faint">{note}</p>'
 
 
 def _interval(values: Interval) -> str:
@@ -194,17 +186,15 @@ def _interval(values: Interval) -> str:
     return f"{values.mean:.3g}{bounds}"
 
 
-def _render_waits(waits: Mapping[str, Any] | None, told: Sequence[str]) -> list[str]:
-    """Render the table of waits with its sentence, unless that is told above, or nothing without timings."""
-    if waits is None:
-        return []
-    whos = ["", *(row[0] for row in waits["rows"])]
-    rows = [("" if who == before else who, *rest) for before, (who, *rest) in zip(whos, waits["rows"], strict=False)]
-    sentence = "" if waits["sentence"] in told else f"<p>{html.escape(waits['sentence'])}</p>\n"
-    return [_render_section("Who waits for whom", sentence + _render_grid(waits["heads"], rows))]
+def _waits(waits: Waits, told: Sequence[str]) -> str:
+    """Render the table of waits with its sentence, unless the verdict has told it."""
+    whos = ["", *(row[0] for row in waits.rows)]
+    rows = [("" if who == before else who, *rest) for before, (who, *rest) in zip(whos, waits.rows, strict=False)]
+    sentence = "" if waits.sentence in told else f"<p>{html.escape(waits.sentence)}</p>\n"
+    return sentence + _grid(("who", "does", "share or number"), rows)
 
 
-def _render_grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Render a table whose rows begin with their titles."""
     lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads)]
     for title, *cells in rows:
@@ -213,117 +203,91 @@ def _render_grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table class="grid">{body}</table></div>'
 
 
-def _render_links(links: Sequence[Sequence[str]]) -> str:
+def _links(links: Sequence[Sequence[str]]) -> str:
     return ", ".join(f'<a href="{html.escape(address)}">{html.escape(label)}</a>' for label, address in links)
 
 
-def _render_table(pairs: Mapping[str, Any]) -> str:
-    rows = (
-        f"<tr><th>{html.escape(str(name))}</th><td>{_render_cell(value)}</td></tr>" for name, value in pairs.items()
-    )
+def _table(pairs: Mapping[str, Any]) -> str:
+    rows = (f"<tr><th>{html.escape(str(name))}</th><td>{_cell(value)}</td></tr>" for name, value in pairs.items())
     return "<table>\n" + "\n".join(rows) + "\n</table>"
 
 
-def _render_cell(value: Any) -> str:
+def _cell(value: Any) -> str:
     """Render a value as escaped HTML, since a completion may contain markup."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping) and set(value) == {"role", "content"}:
-        return f"<b>{html.escape(str(value['role']))}</b> {_render_cell(value['content'])}"
+        return f"<b>{html.escape(str(value['role']))}</b> {_cell(value['content'])}"
     if isinstance(value, Mapping):
-        return _render_table(value)
+        return _table(value)
     if isinstance(value, (list, tuple)):
-        return "<br>".join(map(_render_cell, value))
+        return "<br>".join(map(_cell, value))
     return f"<span>{html.escape(str(value))}</span>"
 
 
-def _render_samples(rows: Sequence[Row]) -> str:
+def _samples(rows: Sequence[Row]) -> str:
     steps = sorted({row["step"] for row in rows if "step" in row})
     if not steps:
-        return _render_cards(rows)
+        return "\n".join(map(_card, rows[:_SAMPLES]))
     parts = []
     for step in dict.fromkeys((steps[0], steps[-1])):
-        parts.append(f"<h3>At step {step}</h3>\n{_render_cards([row for row in rows if row.get('step') == step])}")
-    return '<div class="compare">\n' + "\n".join(f"<div>{part}</div>" for part in parts) + "\n</div>"
+        cards = [_card(row) for row in rows if row.get("step") == step][:_SAMPLES]
+        parts.append(f"<div><h3>At step {step}</h3>\n" + "\n".join(cards) + "</div>")
+    return '<div class="compare">\n' + "\n".join(parts) + "\n</div>"
 
 
-def _render_cards(rows: Sequence[Row]) -> str:
-    return "\n".join(_render_card(row) for row in rows[:_SAMPLES])
-
-
-def _render_card(row: Row) -> str:
+def _card(row: Row) -> str:
     link = row.get("transcript")
     is_link = isinstance(link, str) and _TRANSCRIPT_LINK.fullmatch(link)
     shown = {key: row[key] for key in row if key != "step" and not (is_link and key == "transcript")}
     address = f'<p><a href="{link}">transcript, token by token</a></p>' if is_link else ""
-    return f'<div class="card">{_render_table(shown)}{address}</div>'
+    return f'<div class="card">{_table(shown)}{address}</div>'
 
 
 # Facts
 
 
-def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return task, model, algorithm and more of a run's settings, for those that it has.
+def headline(settings: Mapping[str, Any]) -> str:
+    """Return a title with algorithm, task and model, for those that the settings name.
 
     Example:
-        >>> describe_settings({"task": {"name": "addition"}, "model": {"name": "embedded"}, "algorithm": "rloo"})
-        {'Task': 'addition', 'Model': 'embedded', 'Algorithm': 'rloo'}
+        >>> headline({"task": {"name": "addition"}, "model": {"name": "embedded"}, "algorithm": "rloo"})
+        'rloo on addition (embedded)'
     """
+    facts = describe_settings(settings)
+    model, task, algorithm = (facts.get(name, "") for name in ("Model", "Task", "Algorithm"))
+    if not (task and algorithm):
+        return "RLOO run"
+    return f"{algorithm} on {task}" + (f" ({model})" if model else "")
+
+
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return task, model, algorithm and more of a run's settings, for those that it has."""
     mixture = _at(settings, "task", "mixture")
     found = {
         "Task": ", ".join(map(str, mixture)) if isinstance(mixture, Mapping) else _at(settings, "task", "name"),
         "Prompts": _at(settings, "data", "source"),
         "Model": _at(settings, "model", "name"),
         "Algorithm": _at(settings, "algorithm"),
-        "Evaluation": _at(settings, "label"),
     }
     return {name: value for name, value in found.items() if isinstance(value, str) and value}
 
 
-def total_steps(settings: Mapping[str, Any]) -> int | None:
-    """Return the number of steps that a run's settings plan; None if unknown."""
-    steps = _at(settings, "plan", "steps") or _at(settings, "train", "steps")
-    return steps if type(steps) is int and steps > 0 else None
-
-
-def headline(settings: Mapping[str, Any], default: str = "RLOO run") -> str:
-    """Return a title with algorithm, model and task, for example ``rloo on addition (embedded)``."""
-    facts = describe_settings(settings)
-    model, task, algorithm = (facts.get(name, "") for name in ("Model", "Task", "Algorithm"))
-    if not (task and algorithm):
-        return default
-    return f"{algorithm} on {task}" + (f" ({model})" if model else "")
-
-
-def measure(series: Series) -> dict[str, float]:
-    """Return wall and CPU seconds, tokens and speeds of a run, for those that were logged.
-
-    ``wall`` is the sum over the steps, without start-up and checkpoints. ``rate`` is the median of the sampled tokens
-    per second of collection, and ``step`` the median seconds of a step, over the last 20 steps.
-    """
-    seconds, tokens, cpu = (series.column(n)[1] for n in ("time/step", "num_tokens", "cpu_seconds"))
-    found = {"wall": seconds.sum(), "step": np.median(seconds[-_RECENT:])} if len(seconds) else {}
-    found |= {"cpu": cpu[-1]} if len(cpu) else {}
-    found |= {"tokens": tokens[-1]} if len(tokens) else {}
-    rate = series.column("tokens_per_second")[1][-_RECENT:]
-    return {name: float(value) for name, value in (found | ({"rate": np.median(rate)} if len(rate) else {})).items()}
-
-
 def run_facts(series: Series, settings: Mapping[str, Any], command: str | None = None) -> dict[str, str]:
     """Return the facts of a run as texts by title."""
-    found, measured = describe_settings(settings), measure(series)
-    if command:
-        found["Command"] = mask_command(command)
+    found = describe_settings(settings) | ({"Command": mask_command(command)} if command else {})
+    seconds, tokens, cpu, rate = (
+        series.column(name)[1] for name in ("time/step", "num_tokens", "cpu_seconds", "tokens_per_second")
+    )
     if series.steps is not None:
-        planned = total_steps(settings)
-        found["Steps"] = f"{series.steps[1]:,}" + (f" of {planned:,}" if planned else "")
-    if "wall" in measured:
-        found["Time"] = f"{duration(measured['wall'])} of steps"
-        found["Time"] += f", {duration(measured['cpu'])} of CPU" if "cpu" in measured else ""
-    if "tokens" in measured:
-        found["Tokens"] = f"{measured['tokens']:,.0f} with prompts"
-    if "rate" in measured:
-        found["Sampling"] = f"{measured['rate']:,.0f} tokens/s (median of the last steps)"
+        planned = _at(settings, "plan", "steps") or _at(settings, "train", "steps")
+        found["Steps"] = f"{series.steps[1]:,}" + (f" of {planned:,}" if type(planned) is int else "")
+    if len(seconds):  # without start-up
+        found["Time"] = f"{duration(seconds.sum())} of steps" + (f", {duration(cpu[-1])} of CPU" if len(cpu) else "")
+    if len(tokens):
+        found["Tokens"] = f"{tokens[-1]:,.0f} with prompts"
+    if len(rate):
+        found["Sampling"] = f"{np.median(rate[-_RECENT:]):,.0f} tokens/s (median of the last steps)"
     return found | {"Versions": ", ".join(f"{name} {version}" for name, version in package_versions().items())}
 
 
@@ -389,65 +353,166 @@ def _label(name: str) -> str:
     return f"step {int(found[1])}" if found else name.removesuffix(".html")
 
 
-# Markdown
+# Verdict: health events, changes of the held-out scores, and two sentences about them
 
 
-def markdown_report(
-    title: str,
-    facts: Mapping[str, str],
-    sentences: Sequence[str],
-    changes: Sequence[Change],
-    events: Sequence[HealthEvent] = (),
-    links: Sequence[Sequence[str]] = (),
-) -> str:
-    """Return the verdict, the held-out evaluation, facts and health events of a run as Markdown.
+@dataclass(frozen=True)
+class HealthEvent:
+    """A rule that fired at a step, and the step at which it cleared; None if it has not."""
 
-    Example:
-        >>> print(markdown_report("rloo on addition", {"Steps": "40"}, ["Learned."], []).strip())
-        ## rloo on addition
-        <BLANKLINE>
-        Learned.
-        <BLANKLINE>
-        | | |
-        | --- | --- |
-        | Steps | 40 |
-    """
-    parts = [f"## {escape_markdown(title)}", "\n".join(map(escape_markdown, sentences))]
-    if changes:
-        rows = [
-            [c.name, _measured(c.first, c.steps[0]), _measured(c.last, c.steps[1]), _interval(c.difference)]
-            for c in changes
-        ]
-        parts.append(_table(["Held out", "first", "last", "difference"], rows))
-    parts.append(_table(["", ""], [[name, value] for name, value in facts.items()]))
-    if events:
-        rows = [[event.severity, event.rule, _period(event), event.sentence] for event in events]
-        parts.append(_table(["Health", "rule", "steps", ""], rows))
-    if links:
-        shown = (f"[{escape_markdown(label)}]({quote(address)})" for label, address in links[:5])
-        parts.append("Transcripts: " + ", ".join(shown))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    step: int
+    rule: str
+    severity: str
+    sentence: str
+    remedy: str
+    cleared: int | None = None
 
 
-def escape_markdown(text: str) -> str:
-    """Return text that Markdown shows as it is, in one line.
+def read_events(records: Iterable[Mapping[str, Any]]) -> list[HealthEvent]:
+    """Return the events of a health file's records: those that last first, the most urgent first, then the newest.
 
     Example:
-        >>> escape_markdown("a|b <i> [x](y) clip_ratio/low")
-        'a\\\\|b &lt;i\\\\> \\\\[x\\\\](y) clip\\\\_ratio/low'
+        >>> fired = {"step": 3, "rule": "entropy", "severity": "warn", "state": "fired", "sentence": "It collapsed."}
+        >>> [event.cleared for event in read_events([fired, fired | {"step": 9, "state": "cleared"}])]
+        [9]
     """
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return re.sub(r"([\\`*_\[\]|>#~$!@])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
+    ended: list[HealthEvent] = []
+    lasting: dict[str, HealthEvent] = {}
+    for record in records:
+        step, rule, severity = (record.get(name) for name in ("step", "rule", "severity"))
+        if type(step) is not int or not isinstance(rule, str):
+            continue
+        before = lasting.pop(rule[:_LONGEST], None)
+        if record.get("state") == "cleared" and before is not None:
+            ended.append(replace(before, cleared=step))
+        elif record.get("state") == "fired":
+            texts = (str(record.get("sentence") or rule)[:_LONGEST], str(record.get("remedy") or "")[:_LONGEST])
+            event = HealthEvent(step, rule[:_LONGEST], severity if severity in SEVERITIES else "info", *texts)
+            lasting[event.rule] = before or event
+
+    def urgency(event: HealthEvent) -> tuple[int, int]:
+        return SEVERITIES.index(event.severity), -event.step
+
+    return sorted(lasting.values(), key=urgency) + sorted(ended, key=urgency)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *([escape_markdown(str(cell)) for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
+def read_health(path: Path) -> list[HealthEvent]:
+    """Return the events at the end of a health file, without damaged lines; none if it is missing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | SAFE_FLAGS)
+    except OSError:
+        return []
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return []
+        start = max(0, status.st_size - _TAIL)
+        file.seek(start)
+        lines = file.read(_TAIL).split(b"\n")
+    records = []
+    for line in lines[1 if start else 0 : -1]:
+        with suppress(ValueError, RecursionError):
+            records.append(json.loads(line))
+    return read_events(record for record in records if isinstance(record, dict))
 
 
-def _period(event: HealthEvent) -> str:
-    return f"{event.step}-{'' if event.cleared is None else event.cleared}"
+class Change(NamedTuple):
+    """First and last value of a metric with their intervals, and the 95 % interval of their difference."""
+
+    name: str
+    steps: tuple[int, int]
+    first: Interval
+    last: Interval
+    difference: Interval
+
+    @property
+    def direction(self) -> int:
+        """1 if the interval of the difference is above 0, -1 if it is below, 0 if it has 0 or there is none."""
+        return int(self.difference.low > 0) - int(self.difference.high < 0)
 
 
-def _measured(values: Interval, step: int) -> str:
-    return f"{_interval(values)} at step {step:,}"
+def difference_interval(first: Interval, last: Interval) -> Interval:
+    """Return ``last - first`` with an interval from those of the two means (Newcombe 1998, method 10).
+
+    It takes the two as independent. Evaluations of the same prompts are not, so it is rather too wide.
+
+    Example:
+        >>> low, high = difference_interval(Interval(0.2, 0.1, 0.3), Interval(0.8, 0.7, 0.9))[1:]
+        >>> round(low, 3), round(high, 3)
+        (0.459, 0.741)
+    """
+    mean = last.mean - first.mean
+    low = mean - math.hypot(last.mean - last.low, first.high - first.mean)
+    return Interval(mean, low, mean + math.hypot(last.high - last.mean, first.mean - first.low))
+
+
+def evaluation_changes(series: Series) -> list[Change]:
+    """Return the changes of the held-out scores, the headline first; bounds are NaN if none were logged."""
+    bounds = {f"{name}_{end}" for name in series.names for end in ("low", "high")}
+    hidden = {*bounds, *match_names(series.names, EVAL_DETAILS)}
+    names = [name for name in series.names if name.startswith("eval/") and name not in hidden]
+    names.sort(key=lambda name: _HEADLINES.index(name) if name in _HEADLINES else len(_HEADLINES))
+    return [_evaluation_change(series, name) for name in names]
+
+
+def _evaluation_change(series: Series, name: str) -> Change:
+    steps, means = series.column(name)
+    ends = []
+    for place in (0, -1):
+        bounds = []
+        for end in ("low", "high"):
+            its_steps, values = series.column(f"{name}_{end}")
+            found = np.flatnonzero(its_steps == steps[place])
+            bounds.append(float(values[found[place]]) if len(found) else math.nan)
+        ends.append(Interval(float(means[place]), *bounds))
+    return Change(name, (int(steps[0]), int(steps[-1])), *ends, difference_interval(*ends))
+
+
+def verdict(series: Series, events: Sequence[HealthEvent] = (), limit: str = "") -> tuple[str, str]:
+    """Return two sentences: whether the run learned, with an interval, and what to look at or what it waited for.
+
+    Example:
+        >>> scores = ((0, 0.1), (9, 0.8))
+        >>> rows = [{"step": i, "eval/greedy": s, "eval/greedy_low": s - 0.1, "eval/greedy_high": s + 0.1}
+        ...         for i, s in scores]
+        >>> verdict(Series(rows))[0]
+        'Learned: eval/greedy rose from 0.1 at step 0 to 0.8 at step 9, by 0.7 (95 % interval 0.559 to 0.841).'
+    """
+    return _learned(series), _look_at(events, limit)
+
+
+def _learned(series: Series) -> str:
+    changes = [change for change in evaluation_changes(series) if change.steps[0] < change.steps[1]]
+    if not changes:
+        rewards = series.column("reward")[1]
+        part = max(1, len(rewards) // 5)
+        if len(rewards) < _LEAST:
+            return f"Too early to tell: {len(rewards)} steps have a reward, and fewer than two were evaluated."
+        first, last = float(rewards[:part].mean()), float(rewards[-part:].mean())
+        return f"Not evaluated on held-out prompts: the mean training reward went from {first:.3g} to {last:.3g}."
+    change = changes[0]
+    first, last, difference = change.first.mean, change.last.mean, change.difference
+    span = f"from {first:.3g} at step {change.steps[0]} to {last:.3g} at step {change.steps[1]}"
+    if math.isnan(difference.low + difference.high):
+        return f"Unsure: {change.name} went {span}, and no interval was logged."
+    bounds = f"95 % interval {difference.low:.3g} to {difference.high:.3g}"
+    if change.direction == 0:
+        return f"No change shown: {change.name} went {span}, a difference of {difference.mean:.3g} ({bounds})."
+    word, verb = ("Learned", "rose") if change.direction > 0 else ("Got worse", "fell")
+    return f"{word}: {change.name} {verb} {span}, by {abs(difference.mean):.3g} ({bounds})."
+
+
+def _look_at(events: Sequence[HealthEvent], limit: str) -> str:
+    """Return the most urgent rule that still holds, or what the run waited for."""
+    lasting = [event for event in events if event.cleared is None]
+    urgent = [event for event in lasting if event.severity != "info"]
+    if chosen := urgent or (lasting if not limit else []):
+        more = f" ({len(chosen) - 1} more below)" if len(chosen) > 1 else ""
+        texts = (text.strip().rstrip(".") + "." for text in (chosen[0].sentence, chosen[0].remedy) if text.strip())
+        return f"Look at {chosen[0].rule}{more}: {' '.join(texts)}"
+    if limit:
+        return limit
+    ended = sum(event.severity != "info" for event in events)
+    if ended:
+        return f"Nothing stands out at the end; {ended} warnings fired and cleared on the way."
+    return "No health rule holds."

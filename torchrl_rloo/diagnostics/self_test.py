@@ -60,7 +60,6 @@ def self_test(
     tokenizer: Any,
     engines: Engine | Sequence[Engine] | None,
     *,
-    prompts: Sequence[str] | None = None,
     tolerance: float | None = None,
     ranks: Ranks | None = None,
 ) -> SelfTest:
@@ -79,7 +78,6 @@ def self_test(
         tokenizer: tokenizer of the model.
         engines: one or several engines, or a pool of them. Nothing else may sample from them during the test. None on
             ranks other than 0.
-        prompts: prompts to continue; None takes :data:`PROMPTS`.
         tolerance: largest gap in nats. None takes 1e-3, or 3 times the gap before if that is larger, as in bfloat16.
         ranks: ranks that train the model together, all of which call this function. None is a single process.
 
@@ -88,7 +86,7 @@ def self_test(
 
     Raises:
         WeightSyncError: if a push fails or weights do not arrive, with the gaps and their likely causes.
-        ValueError: if there are no engines or prompts.
+        ValueError: if there are no engines.
 
     Example:
         >>> import copy
@@ -107,7 +105,7 @@ def self_test(
     engines = [engines] if isinstance(engines, Engine) else list(engines or [])
     if not engines and ranks.is_main:
         raise ValueError("engines=[] must have at least one engine")
-    probe = _Probe(model, tokenizer, engines, PROMPTS if prompts is None else prompts, ranks)
+    probe = _Probe(model, tokenizer, engines, ranks)
     with evaluation_mode(model):
         # Compare with the current weights: the gap here is rounding
         _push(updater, "the current weights")
@@ -164,16 +162,12 @@ def _check_result(found: SelfTest, tolerance: float | None) -> None:
 class _Probe:
     """Fixed requests to all engines, and the model's log-probs of their samples."""
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, engines: Sequence[Engine], prompts: Sequence[str], ranks: Ranks
-    ):
-        if not prompts:
-            raise ValueError("prompts is empty; pass at least one")
+    def __init__(self, model: nn.Module, tokenizer: Any, engines: Sequence[Engine], ranks: Ranks):
         self.scorer = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
         self.engines, self.ranks = engines, ranks
         context = min([e.context_length for e in engines if e.context_length] or [PROMPT_TOKENS + NEW_TOKENS])
         new = min(NEW_TOKENS, context // 2)
-        ids = [tokenizer(text)["input_ids"][: min(PROMPT_TOKENS, context - new)] for text in prompts]
+        ids = [tokenizer(text)["input_ids"][: min(PROMPT_TOKENS, context - new)] for text in PROMPTS]
         self.requests = [Request(prompt, limit=new, seed=i) for i, prompt in enumerate(ids)]
 
     def sample(self) -> TensorDict:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import final_return
 from torchrl_rloo.data.rows import concatenate, ragged, stack_rows, unbind_rows
 from torchrl_rloo.data.stop_reasons import abstains, stop_reason
-from torchrl_rloo.diagnostics.token_texts import TokenTexts
 from torchrl_rloo.envs.transforms.reward import make_reward_batch
 from torchrl_rloo.functional.advantages import ESTIMATORS
 from torchrl_rloo.functional.rewards import combine_rewards
@@ -29,39 +28,33 @@ from torchrl_rloo.rewards.registry import RewardSpec
 from torchrl_rloo.rewards.runner import RewardRunner
 from torchrl_rloo.runtime.lookup import resolve
 
-# Comparison of two rewards
-
-
 MAX_LISTED = 10  # groups that change most
 
 
-@dataclass(frozen=True)
-class RewardSummary:
-    """Numbers of one reward."""
-
-    reward: float
-    reward_std: float
-    abstained: int
-    dead_groups: int
-    mean_advantage: float
-    functions: dict[str, float] = field(default_factory=dict)
+# Numbers of each reward, and their names in the table
+_NUMBERS = {
+    "reward_std": "standard deviation of the reward",
+    "abstained": "rows without a reward",
+    "dead_groups": "groups without signal",
+    "mean_advantage": "mean size of an advantage",
+}
 
 
 @dataclass(frozen=True)
 class RewardComparison:
-    """Old and new rewards of the same rows."""
+    """Old and new rewards of the same rows; ``old`` and ``new`` have ``reward``, ``functions`` and numbers by name."""
 
     rows: int
     groups: int
     estimator: str
-    old: RewardSummary
-    new: RewardSummary
+    old: dict[str, Any]
+    new: dict[str, Any]
     changed_rewards: int
     changed_signs: int
     newly_dead: int
     revived: int
-    rank_agreement: float | None
-    same_best: float | None
+    rank_agreement: float | None  # mean of Kendall's tau over the groups with a signal in both
+    same_best: float | None  # share of these groups that keep a best row
     most_changed: list[int]
     failures: dict[str, int] = field(default_factory=dict)
 
@@ -72,26 +65,23 @@ class RewardComparison:
     def table(self) -> str:
         """Return the comparison as a table of text."""
         old, new = self.old, self.new
-        lines = [f"{self.rows:,} rows in {self.groups:,} groups, advantages: {self.estimator}", ""]
-        lines.append(f"{'':<34}{'old':>10}{'new':>10}{'change':>10}")
-        lines.append(_line("reward", old.reward, new.reward))
-        for name in dict.fromkeys([*old.functions, *new.functions]):
-            lines.append(_line(f"  {name}", old.functions.get(name), new.functions.get(name)))
-        lines.append(_line("standard deviation of the reward", old.reward_std, new.reward_std))
-        lines.append(_line("rows without a reward", old.abstained, new.abstained))
-        lines.append(_line("groups without signal", old.dead_groups, new.dead_groups))
-        lines.append(_line("mean size of an advantage", old.mean_advantage, new.mean_advantage))
-        lines.append("")
-        lines.append(f"rewards that differ: {_share(self.changed_rewards, self.rows)} rows")
-        lines.append(f"advantages with another sign: {_share(self.changed_signs, self.rows)} rows")
-        lines.append(f"groups that lose their signal: {self.newly_dead:,}; that gain one: {self.revived:,}")
-        if self.rank_agreement is None:
-            lines.append("ranking: no group has a signal in both")
-        else:
-            lines.append(
-                f"ranking within groups: Kendall's tau {self.rank_agreement:.3f}; best row kept in "
-                f"{100 * self.same_best:.1f} % of the groups with a signal in both"
-            )
+        names = dict.fromkeys([*old["functions"], *new["functions"]])
+        lines = [
+            f"{self.rows:,} rows in {self.groups:,} groups, advantages: {self.estimator}",
+            "",
+            f"{'':<34}{'old':>10}{'new':>10}{'change':>10}",
+            _line("reward", old["reward"], new["reward"]),
+            *(_line(f"  {name}", old["functions"].get(name), new["functions"].get(name)) for name in names),
+            *(_line(title, old[name], new[name]) for name, title in _NUMBERS.items()),
+            "",
+            f"rewards that differ: {_share(self.changed_rewards, self.rows)} rows",
+            f"advantages with another sign: {_share(self.changed_signs, self.rows)} rows",
+            f"groups that lose their signal: {self.newly_dead:,}; that gain one: {self.revived:,}",
+            "ranking: no group has a signal in both"
+            if self.rank_agreement is None
+            else f"ranking within groups: Kendall's tau {self.rank_agreement:.3f}; best row kept in "
+            f"{100 * self.same_best:.1f} % of the groups with a signal in both",
+        ]
         if self.most_changed:
             lines.append(f"groups that change most: {', '.join(map(str, self.most_changed))}")
         if self.failures:
@@ -106,29 +96,15 @@ def compare_rewards(
     group_ids: torch.Tensor,
     *,
     estimator: str = "rloo",
-    old_scores: torch.Tensor | None = None,
-    new_scores: torch.Tensor | None = None,
-    old_names: Sequence[str] = (),
-    new_names: Sequence[str] = (),
+    functions: Sequence[Mapping[str, float]] = ({}, {}),
     failures: Mapping[str, int] | None = None,
 ) -> RewardComparison:
-    """Compare two rewards of the same rows.
-
-    Args:
-        old: ``[N]`` old rewards, NaN where a row abstains.
-        new: ``[N]`` new rewards.
-        group_ids: ``[N]`` int64.
-        estimator: name in :data:`~torchrl_rloo.functional.advantages.ESTIMATORS`.
-        old_scores: ``[N, F]`` scores of the old functions; None if they are unknown.
-        new_scores: ``[N, F']`` scores of the new functions; None if they are unknown.
-        old_names: their names.
-        new_names: their names.
-        failures: failed samples by function and kind.
+    """Compare two rewards ``[N]`` of the same rows, NaN where a row abstains; ``functions`` are means by function.
 
     Example:
         >>> ids = torch.tensor([5, 5, 6, 6])
         >>> compared = compare_rewards(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 1.0, 1.0]), ids)
-        >>> compared.changed_signs, compared.rank_agreement, compared.old.dead_groups, compared.most_changed
+        >>> compared.changed_signs, compared.rank_agreement, compared.old["dead_groups"], compared.most_changed
         (2, -1.0, 1, [5])
     """
     estimate = resolve("estimator", estimator, ESTIMATORS)
@@ -139,12 +115,23 @@ def compare_rewards(
     order = sums.argsort(descending=True, stable=True)[:MAX_LISTED]
     differs = (old != new) & ~(old.isnan() & new.isnan())
     tau, best = _ranking(old, new, groups, alive[0] & alive[1])
+    numbers = [
+        {
+            "reward": float(rewards.nanmean()),
+            "reward_std": float(nanstd(rewards)),
+            "abstained": int(rewards.isnan().sum()),
+            "dead_groups": int((~alive[k]).sum()),
+            "mean_advantage": float(advantages[k].abs().mean()),
+            "functions": dict(functions[k]),
+        }
+        for k, rewards in enumerate((old, new))
+    ]
     return RewardComparison(
         rows=len(old),
         groups=len(ids),
         estimator=estimator,
-        old=_summary(old, advantages[0], alive[0], old_scores, old_names),
-        new=_summary(new, advantages[1], alive[1], new_scores, new_names),
+        old=numbers[0],
+        new=numbers[1],
         changed_rewards=int(differs.sum()),
         changed_signs=int((advantages[0].sign() != advantages[1].sign()).sum()),
         newly_dead=int((alive[0] & ~alive[1]).sum()),
@@ -157,14 +144,10 @@ def compare_rewards(
 
 
 def kendall_tau(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return Kendall's tau-b of two rankings of the same items, which corrects for ties.
+    """Return Kendall's tau-b of two rankings ``[n]`` of the same items, neither all equal; it corrects for ties.
 
     Kendall 1945, "The treatment of ties in ranking problems": the sum of the products of the signs of all pairwise
     differences, over the geometric mean of their squares.
-
-    Args:
-        x: ``[n]``, not all equal.
-        y: ``[n]``, not all equal.
 
     Example:
         >>> kendall_tau(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 3.0, 2.0]))
@@ -189,25 +172,6 @@ def _ranking(
             taus.append(kendall_tau(x, y))
             kept.append(bool(((x == x.max()) & (y == y.max())).any()))
     return (sum(taus) / len(taus), sum(kept) / len(kept)) if taus else (None, None)
-
-
-def _summary(
-    rewards: torch.Tensor,
-    advantages: torch.Tensor,
-    alive: torch.Tensor,
-    scores: torch.Tensor | None,
-    names: Sequence[str],
-) -> RewardSummary:
-    known = scores is not None and scores.shape[1] == len(names)
-    means = scores.nanmean(0).tolist() if known and len(names) else []
-    return RewardSummary(
-        reward=float(rewards.nanmean()),
-        reward_std=float(nanstd(rewards)),
-        abstained=int(rewards.isnan().sum()),
-        dead_groups=int((~alive).sum()),
-        mean_advantage=float(advantages.abs().mean()),
-        functions=dict(zip(names, means, strict=True)) if means else {},
-    )
 
 
 def _line(name: str, old: float | None, new: float | None) -> str:
@@ -240,10 +204,6 @@ class Rescorer:
         clip_range: bounds of the weighted sum; None disables clipping.
         executor: executor of the functions; None runs them inline.
 
-    Attributes:
-        names: names of the functions.
-        counts: numbers of failed samples and of duplicates, as in :class:`~torchrl_rloo.rewards.RewardRunner`.
-
     Raises:
         ValueError: if the number of weights differs from that of the functions, or a function is unknown.
 
@@ -270,17 +230,10 @@ class Rescorer:
         self.clip_range = None if clip_range is None else (float(clip_range[0]), float(clip_range[1]))
 
     def scores(self, rows: TensorDictBase, step: int | None = None) -> torch.Tensor:
-        """Return the scores ``[B, F]`` of finished rows.
+        """Return the scores ``[B, F]`` of finished rows with text; ``step`` is the training step that functions see.
 
         NaN stands where a function abstained or failed, and for rows that abstain themselves (a failed or cancelled
         conversation), which no function sees.
-
-        Args:
-            rows: ``[B]`` rows with text.
-            step: training step of the rows, which functions see as ``trainer_state``. None is the first.
-
-        Raises:
-            ValueError: if the rows have no text.
         """
         found = torch.full((len(rows), len(self.names)), math.nan)
         given = [i for i, row in enumerate(unbind_rows(rows)) if not abstains_itself(row)]
@@ -337,16 +290,9 @@ def old_returns(rows: TensorDictBase, notes: Mapping[str, Any]) -> torch.Tensor:
 
 
 def rescore_rows(rows: TensorDictBase, scores: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> TensorDictBase:
-    """Return rows with new scores. The environment's own reward and a KL stay in the return.
+    """Return rows with new scores ``[B, F]``, given old and new combined scores ``[B]``.
 
-    Args:
-        rows: ``[B]`` stored rows, which stay as they are.
-        scores: ``[B, F]`` new scores.
-        old: ``[B]`` old combined scores.
-        new: ``[B]`` new combined scores.
-
-    Returns:
-        ``[B]`` rows that share all other entries.
+    The environment's own reward and a KL stay in the return. The rows share all other entries with the old ones.
     """
     written = []
     for i, row in enumerate(rows.unbind(0)):
@@ -371,14 +317,14 @@ def rescore(
     One file is in memory at a time.
 
     Args:
-        files: the stored rows.
-        rescorer: the new reward functions.
+        files: stored rows.
+        rescorer: new reward functions.
         estimator: advantage estimator, a name in :data:`~torchrl_rloo.functional.advantages.ESTIMATORS`.
         step: training step to score; None scores all.
         output: new folder for the rows with their new rewards, in the same files and order. None writes none.
 
     Returns:
-        The comparison, also as a table: ``print(result.table())``.
+        Comparison; ``print(result.table())`` shows it.
 
     Raises:
         ValueError: if there are no rows, rows have no text, or ``output`` has rows already.
@@ -395,31 +341,29 @@ def rescore(
         if RolloutFiles(output).files():
             raise ValueError(f"output={output} has rows already; name a new folder")
     old, new, groups, names, scores = [], [], [], [], []
-    for number, (rows, notes, at) in enumerate(_parts(files, step)):
+    for rows, notes, at in _parts(files, step):
         each, before = rescorer.scores(rows, at), old_returns(rows, notes)
         old.append(before)
         new.append(rescorer.combine(each))
         groups.append(rows[keys.GROUP_ID].reshape(-1))
         scores.append((_stored_scores(rows), each))
-        if number == 0:
-            names = list(notes.get("rewards", []))
+        names = names or list(notes.get("rewards", []))
         if writer is not None:
             writer.step = at
             writer.extend(rescore_rows(rows, each, before, new[-1]))
     if not old:
         raise ValueError(f"folder={files.folder} has no rows{'' if step is None else f' of step {step}'} to score")
-    same_functions = len({stored.shape[1] for stored, _ in scores}) == 1
-    return compare_rewards(
-        torch.cat(old),
-        torch.cat(new),
-        torch.cat(groups),
-        estimator=estimator,
-        old_scores=torch.cat([stored for stored, _ in scores]) if same_functions else None,
-        new_scores=torch.cat([each for _, each in scores]),
-        old_names=names,
-        new_names=rescorer.names,
-        failures={name: count for name, count in rescorer.counts.items() if not name.endswith("/duplicates")},
-    )
+    # Average the scores of each function, of the old ones if all files have them
+    functions = [
+        {},
+        dict(zip(rescorer.names, torch.cat([each for _, each in scores]).nanmean(0).tolist(), strict=True)),
+    ]
+    if {stored.shape[1] for stored, _ in scores} == {len(names)} and names:
+        means = torch.cat([stored for stored, _ in scores]).nanmean(0).tolist()
+        functions[0] = dict(zip(names, means, strict=True))
+    failures = {name: count for name, count in rescorer.counts.items() if not name.endswith("/duplicates")}
+    joined = (torch.cat(old), torch.cat(new), torch.cat(groups))
+    return compare_rewards(*joined, estimator=estimator, functions=functions, failures=failures)
 
 
 def _parts(files: RolloutFiles, step: int | None) -> Iterator[tuple[TensorDictBase, Mapping[str, Any], int | None]]:
@@ -443,42 +387,25 @@ def _stored_scores(rows: TensorDictBase) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class TokenChange:
-    """Largest change of a log-prob in a row."""
-
-    place: int
-    text: str
-    old: float
-    new: float
-
-
-@dataclass(frozen=True)
 class ReplayedRows:
-    """Rows with the log-probs of a model.
-
-    Attributes:
-        rows: ``[B]`` rows with ``PROXIMAL_LOG_PROBS`` (those of the model) and ``ADVANTAGE``.
-        changes: largest change of each row; None for a row without action tokens.
-    """
+    """Rows ``[B]`` with ``PROXIMAL_LOG_PROBS`` of a model and ``ADVANTAGE``."""
 
     rows: TensorDictBase
-    changes: list[TokenChange | None]
 
     def table(self, limit: int | None = None) -> str:
-        """Return a line per row."""
+        """Return a line per row, with the mean and the largest change of a log-prob."""
         lines = [f"{'group':>8}{'reward':>9}{'advantage':>11}{'tokens':>8}{'mean change':>13}  largest change"]
-        for row, change in list(zip(unbind_rows(self.rows), self.changes, strict=True))[:limit]:
-            mask = row[keys.ACTION_MASK]
-            difference = (row[keys.PROXIMAL_LOG_PROBS] - row[keys.LOG_PROBS])[mask]
-            mean = float(difference.abs().mean()) if len(difference) else 0.0
+        for row in unbind_rows(self.rows)[:limit]:
+            (places,) = row[keys.ACTION_MASK].nonzero(as_tuple=True)
+            old, new = row[keys.LOG_PROBS][places], row[keys.PROXIMAL_LOG_PROBS][places]
+            change = (new - old).abs()
             reward, advantage = (float(row[key].float().mean()) for key in (keys.REWARD, keys.ADVANTAGE))
-            largest = "-"
-            if change is not None:
-                largest = f"token {change.place} {change.text!r}: {change.old:.4f} -> {change.new:.4f}"
-            lines.append(
-                f"{int(row[keys.GROUP_ID]):>8}{reward:>9.3f}{advantage:>+11.3f}{int(mask.sum()):>8}{mean:>13.5f}  "
-                f"{largest}"
-            )
+            mean, largest = 0.0, "-"
+            if len(places):
+                mean, at = float(change.mean()), int(change.argmax())
+                largest = f"token {int(places[at])}: {float(old[at]):.4f} -> {float(new[at]):.4f}"
+            group = int(row[keys.GROUP_ID])
+            lines.append(f"{group:>8}{reward:>9.3f}{advantage:>+11.3f}{len(places):>8}{mean:>13.5f}  {largest}")
         if limit is not None and len(self.rows) > limit:
             lines.append(f"and {len(self.rows) - limit} more rows")
         return "\n".join(lines)
@@ -513,32 +440,7 @@ def replay_groups(
         raise ValueError(f"{where} has no rows")
     # Copy the rows, whose tensors are views of the file's
     rows = stack_rows([row.copy() for row in concatenate(list(found.values())).unbind(0)])
-    record_on_cpu(scorer, rows, micro_batch_size=micro_batch_size)
-    rows = MCAdvantage(estimator=estimator).inv(rows)
-    texts = TokenTexts(scorer.tokenizer)
-    return ReplayedRows(rows, [_largest_change(row, texts) for row in unbind_rows(rows)])
-
-
-def record_on_cpu(scorer: Scorer, rows: TensorDictBase, entropy: NestedKey | None = None, **limits: int | None) -> None:
-    """Score rows in place, and keep the scores in CPU memory, where stored rows are.
-
-    Args:
-        scorer: scorer of the rows, on any device.
-        rows: ``[B]`` rows.
-        entropy: key of the entropies; None records none.
-        **limits: limits of :func:`~torchrl_rloo.modules.record_log_probs` on a pass.
-    """
-    record_log_probs(scorer, rows, entropy=entropy, **limits)
+    record_log_probs(scorer, rows, micro_batch_size=micro_batch_size)
     for row in unbind_rows(rows):
-        for key in (keys.PROXIMAL_LOG_PROBS, entropy):
-            if key is not None:
-                row.set(key, row[key].cpu())
-
-
-def _largest_change(row: TensorDictBase, texts: TokenTexts) -> TokenChange | None:
-    mask = row[keys.ACTION_MASK]
-    if not bool(mask.any()):
-        return None
-    old, new = row[keys.LOG_PROBS], row[keys.PROXIMAL_LOG_PROBS]
-    place = int(torch.where(mask, (new - old).abs(), -1.0).argmax())
-    return TokenChange(place, texts.token_text(int(row[keys.TOKENS][place])), float(old[place]), float(new[place]))
+        row.set(keys.PROXIMAL_LOG_PROBS, row[keys.PROXIMAL_LOG_PROBS].cpu())  # where stored rows are
+    return ReplayedRows(MCAdvantage(estimator=estimator).inv(rows))

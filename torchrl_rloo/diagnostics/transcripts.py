@@ -1,4 +1,4 @@
-"""Transcripts of conversations as one HTML page, with the log-prob and advantage of each token."""
+"""Transcripts of conversations as one HTML page, with the text, log-prob and advantage of each token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from ctypes import c_float
+from functools import cached_property
 from itertools import accumulate, groupby
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -21,8 +24,138 @@ from torchrl_rloo.data.segments import LAST_SAMPLE_KEYS, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.pages import read_static, render_page
-from torchrl_rloo.diagnostics.token_texts import TokenTexts
 from torchrl_rloo.runtime.files import make_folder, write_text
+
+# Text of each token of a sequence; the texts join to the decoded sequence
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_REMAPPED = sorted(set(range(256)) - set(_PRINTABLE))
+# Byte of each character in the vocabulary of byte-level BPE
+_BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_REMAPPED)}
+
+
+class TokenTexts:
+    """Splitter of decoded text into the characters that each token completes, for any tokenizer.
+
+    A character whose bytes span several tokens belongs to the last of them, and the tokens before it have empty text.
+    Invalid bytes become replacement characters, as in the decoded text.
+
+    Example:
+        >>> from torchrl_rloo.embedded import build_tokenizer
+        >>> tokenizer = build_tokenizer()
+        >>> TokenTexts(tokenizer)(tokenizer("What is 5°")["input_ids"])
+        ['Wh', 'at', ' is', ' ', '5', '', '°']
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        state = b"" if decoder is None else decoder.__getstate__()
+        self._byte_level, self._byte_fallback = b'"ByteLevel"' in state, b'"ByteFallback"' in state
+        self._known: dict[int, bytes | str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each of ``T`` ids."""
+        whole, texts = self.decode(ids), self._texts_by_bytes(ids)
+        return texts if "".join(texts) == whole else self._texts_by_prefixes(ids, whole)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode a sequence, including special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def vocabulary_entry(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it, or None for an unknown id."""
+        try:
+            return self.tokenizer.convert_ids_to_tokens(token)
+        except (IndexError, KeyError, OverflowError, TypeError):
+            return None
+
+    def token_text(self, token: int) -> str | None:
+        """Return the text of a token, or None if it depends on neighboring tokens."""
+        known = self._get_own(token)
+        if isinstance(known, str):
+            return known
+        try:
+            return known.decode()
+        except UnicodeDecodeError:
+            return None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token that is not valid text by itself, or None."""
+        known = self._get_own(token)
+        return known if isinstance(known, bytes) and self.token_text(token) is None else None
+
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is special to the tokenizer, or looks special (``<|...|>``)."""
+        return token in self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        marks = {i for i, token in added.items() if token.special or _CONTROL.fullmatch(token.content)}
+        return frozenset(self.tokenizer.all_special_ids) | marks
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """Ordinary token and its text, after which another token keeps its leading space."""
+        ids = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        return ids, self.decode(ids)
+
+    def _get_own(self, token: int) -> bytes | str:
+        if token not in self._known:
+            self._known[token] = self._find_own(token)
+        return self._known[token]
+
+    def _find_own(self, token: int) -> bytes | str:
+        piece = self.vocabulary_entry(token)
+        if piece is None:
+            return ""
+        if self._byte_level:  # as in tokenizers, a piece with any other character is literal text
+            return bytes(_BYTES[c] for c in piece) if all(c in _BYTES for c in piece) else piece.encode()
+        if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes.fromhex(byte[1])
+        ids, before = self._anchor
+        text = self.decode([*ids, token])
+        return text[len(before) :] if text.startswith(before) else self.decode([token])
+
+    def _texts_by_bytes(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts if those of single tokens join; replacement characters stand for invalid bytes."""
+        parts = [own if isinstance(own, bytes) else own.encode() for own in map(self._get_own, ids)]
+        texts, ends = [""] * len(parts), list(accumulate(map(len, parts)))
+        place = position = 0
+        for text, size in _characters(b"".join(parts)):
+            position += size
+            while ends[place] < position:
+                place += 1
+            texts[place] += text
+        return texts
+
+    def _texts_by_prefixes(self, ids: Sequence[int], whole: str) -> list[str]:
+        """Return the texts by decoding every prefix, which is slow but correct for any tokenizer."""
+        texts, done = [], 0
+        for i in range(1, len(ids) + 1):
+            end = len(whole) if i == len(ids) else len(commonprefix([self.decode(ids[:i]), whole]))
+            texts.append(whole[done:end])
+            done = max(done, end)
+        return texts
+
+
+def _characters(data: bytes) -> list[tuple[str, int]]:
+    """Decode UTF-8 into characters with their number of bytes; invalid bytes become replacement characters."""
+    found: list[tuple[str, int]] = []
+    while data:
+        try:
+            good, bad, data = data.decode(), 0, b""
+        except UnicodeDecodeError as error:
+            good, bad, data = data[: error.start].decode(), error.end - error.start, data[error.end :]
+        found += [(c, len(c.encode())) for c in good]
+        if bad:
+            found.append(("\ufffd", bad))
+    return found
+
 
 # Blocks of a row
 
@@ -89,16 +222,14 @@ def group_contexts(query: Any, completion: Any, before: int = 0) -> list[Message
     return contexts
 
 
-def find_calls(
-    texts: Sequence[str], actions: Sequence[bool], pattern: re.Pattern[str] = TOOL_CALL_PATTERN
-) -> list[list[int]]:
+def find_calls(texts: Sequence[str], actions: Sequence[bool]) -> list[list[int]]:
     """Return ``[start, end]``, in tokens, of each tool call that the policy wrote."""
     found, start = [], 0
     for is_action, run in groupby(actions):
         end = start + len(list(run))
         if is_action:
             ends = list(accumulate(map(len, texts[start:end])))
-            for call in pattern.finditer("".join(texts[start:end])):
+            for call in TOOL_CALL_PATTERN.finditer("".join(texts[start:end])):
                 first, last = _token_at(ends, call.start()), _token_at(ends, call.end() - 1)
                 found.append([start + first, start + last + 1])
         start = end
@@ -166,6 +297,7 @@ def _label(message: dict[str, Any]) -> str:
 # Page
 
 
+MAX_ROWS = 500  # of a page
 _PAGE = Path(__file__).parent / "transcripts_page"
 _MAX_INTEGER = 2**53  # JavaScript represents integers up to here exactly
 _SNIPPET = 160  # characters of a prompt or completion in the list
@@ -180,8 +312,6 @@ def write_transcripts(
     title: str = "Transcripts",
     settings: Mapping[str, Any] | None = None,
     reward_names: Sequence[str] = (),
-    call_pattern: re.Pattern[str] = TOOL_CALL_PATTERN,
-    max_rows: int = 500,
     fields: Sequence[Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write finished conversations as one self-contained HTML page.
@@ -191,14 +321,13 @@ def write_transcripts(
 
     Args:
         path: HTML file to write; its directory is created if missing.
-        rows: finished trajectories (:mod:`torchrl_rloo.data.keys`). Tokens and action mask are required; the page also
-            shows every other entry of the schema that a row has. Without messages, tokens have no roles.
+        rows: finished trajectories (:mod:`torchrl_rloo.data.keys`), of which the page has the first 500. Tokens and
+            action mask are required; the page also shows every other entry of the schema that a row has. Without
+            messages, tokens have no roles.
         tokenizer: tokenizer of the policy.
         title: title of the page.
         settings: settings to show, e.g. step and sampling parameters; None shows none.
         reward_names: names of the reward functions, in the order of ``("next", "rewards")``.
-        call_pattern: pattern of the tool calls to mark in policy turns.
-        max_rows: largest number of rows to write, from the first; the page reports how many were left out.
         fields: entries that replace those of each row's head, such as ``kind`` or ``reward``; None replaces none.
 
     Returns:
@@ -206,25 +335,40 @@ def write_transcripts(
 
     Raises:
         KeyError: if a row has no tokens or no action mask.
-        ValueError: if ``rows`` is empty, or ``max_rows`` is below 1.
+        ValueError: if ``rows`` is empty.
     """
     rows = list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
     if not rows:
         raise ValueError("rows is empty; a page requires at least one finished trajectory")
-    if max_rows < 1:
-        raise ValueError(f"max_rows={max_rows} must be at least 1")
-    reader = _Reader(tokenizer, call_pattern)
-    entries = [reader.entry(row, place) for place, row in enumerate(rows[:max_rows])]
+    reader = _Reader(tokenizer)
+    entries = [reader.entry(row, place) for place, row in enumerate(rows[:MAX_ROWS])]
     for entry, changed in zip(entries, fields or (), strict=False):
         entry |= _to_plain(changed)
-    return _write(path, entries, reader, title, settings, reward_names, len(rows))
+    data = {
+        "title": title,
+        "settings": _to_plain(settings or {}),
+        "reward_names": list(reward_names),
+        "stop_reasons": STOP_REASONS,
+        "total": len(rows),
+        "vocabulary": reader.vocabulary(),
+        "rows": entries,
+    }
+    make_folder(Path(path).parent)
+    page = render_page(
+        read_static(_PAGE, ["page.html"]),
+        title=title,
+        script=read_static(_PAGE, ("tokens.js", "transcript.js", "list.js")),
+        style=read_static(_PAGE, ["page.css"]),
+        data=data,
+    )
+    return write_text(Path(path), page)
 
 
 class _Reader:
     """Converter of rows to plain data, which collects the vocabulary that they use."""
 
-    def __init__(self, tokenizer, call_pattern: re.Pattern[str]):
-        self.texts, self.call_pattern = TokenTexts(tokenizer), call_pattern
+    def __init__(self, tokenizer):
+        self.texts = TokenTexts(tokenizer)
         self.used: set[int] = set()
 
     def entry(self, row: TensorDictBase, place: int) -> dict[str, Any]:
@@ -271,7 +415,7 @@ class _Reader:
             "ids": _pack(row[keys.TOKENS], torch.int32),
             "mask": _find_runs(actions),
             "blocks": [list(b) for b in find_blocks(texts, special, actions, contexts)],
-            "calls": find_calls(texts, actions, self.call_pattern),
+            "calls": find_calls(texts, actions),
             "texts": {i: text for i, text in enumerate(texts) if text != self.texts.token_text(ids[i])},
         }
         # Entries that only some rows have
@@ -367,44 +511,10 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_to_plain(item) for item in value]
     if isinstance(value, float):
-        return _shorten(value) if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        single = c_float(value).value == value  # then 0.8 rather than 0.800000011920929
+        return float(str(np.float32(value))) if single else value
     if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         return str(value)
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-def _shorten(value: float) -> float:
-    """Round a float32 to its shortest exact decimal (0.8, not 0.800000011920929); return other floats unchanged."""
-    if c_float(value).value != value:
-        return value
-    return next(short for d in (7, 8, 9) if c_float(short := float(f"{value:.{d}g}")).value == value)
-
-
-def _write(
-    path: str | Path,
-    entries: Sequence[dict[str, Any]],
-    reader: _Reader,
-    title: str,
-    settings: Mapping[str, Any] | None,
-    reward_names: Sequence[str],
-    total: int,
-) -> Path:
-    data = {
-        "title": title,
-        "settings": _to_plain(settings or {}),
-        "reward_names": list(reward_names),
-        "stop_reasons": STOP_REASONS,
-        "total": total,
-        "vocabulary": reader.vocabulary(),
-        "rows": entries,
-    }
-    path = Path(path)
-    make_folder(path.parent)
-    page = render_page(
-        read_static(_PAGE, ["page.html"]),
-        title=title,
-        script=read_static(_PAGE, ("tokens.js", "transcript.js", "list.js")),
-        style=read_static(_PAGE, ["page.css"]),
-        data=data,
-    )
-    return write_text(path, page)

@@ -11,66 +11,6 @@ from torchrl_rloo.runtime.clock import Histogram, now
 
 STATES = ("engine", "tools", "environment", "rewards", "group", "place")
 _INDEX = {state: index for index, state in enumerate(STATES)}
-_WIDTH_S = 1 / 256  # narrowest bin of a profile
-_MAX_BINS = 512
-
-
-class Profile:
-    """Number of conversations in each state over time, in a bounded number of bins.
-
-    Bins begin at multiples of their width, so that profiles of several processes can be added. Their width doubles
-    whenever there would be too many of them.
-    """
-
-    def __init__(self) -> None:
-        self.width = _WIDTH_S
-        self.bins: dict[int, list[float]] = {}
-
-    def add(self, start: float, end: float, numbers: list[int]) -> None:
-        """Add an interval in which the numbers of conversations did not change."""
-        index, last = int(start / self.width), int(end / self.width)
-        if index == last and index in self.bins:  # almost always
-            self._fill(self.bins[index], end - start, numbers)
-            return
-        while end - start > _MAX_BINS * self.width:
-            self._coarsen()
-        for index in range(int(start / self.width), int(end / self.width) + 1):
-            seconds = min(end, (index + 1) * self.width) - max(start, index * self.width)
-            self._fill(self.bins.setdefault(index, [0.0] * len(STATES)), seconds, numbers)
-        while len(self.bins) > _MAX_BINS:
-            self._coarsen()
-
-    @staticmethod
-    def _fill(cells: list[float], seconds: float, numbers: list[int]) -> None:
-        for state, number in enumerate(numbers):
-            if number:
-                cells[state] += seconds * number
-
-    def merge(self, other: Profile) -> None:
-        """Add the conversations of another profile."""
-        while self.width < other.width:
-            self._coarsen()
-        factor = round(self.width / other.width)
-        for index, cells in other.bins.items():
-            self._add_bin(index // factor, cells)
-        while len(self.bins) > _MAX_BINS:
-            self._coarsen()
-
-    def numbers(self, start: float, end: float) -> list[tuple[float, list[float]]]:
-        """Return the begin of each bin between two times, and its mean number of conversations by state."""
-        indices = range(int(start / self.width), int(end / self.width) + 1)
-        empty = [0.0] * len(STATES)
-        return [(i * self.width, [cell / self.width for cell in self.bins.get(i, empty)]) for i in indices]
-
-    def _coarsen(self) -> None:
-        bins, self.bins = self.bins, {}
-        self.width *= 2
-        for index, cells in bins.items():
-            self._add_bin(index // 2, cells)
-
-    def _add_bin(self, index: int, cells: list[float]) -> None:
-        held = self.bins.get(index)
-        self.bins[index] = list(cells) if held is None else [a + b for a, b in zip(held, cells, strict=True)]
 
 
 @dataclass
@@ -80,7 +20,6 @@ class ActivityWindow:
     idle: float = 0.0
     shares: list[float] = field(default_factory=lambda: [0.0] * len(STATES))
     latency: dict[str, Histogram] = field(default_factory=dict)
-    profile: Profile = field(default_factory=Profile)
 
     @property
     def seconds(self) -> float:
@@ -93,7 +32,6 @@ class ActivityWindow:
         self.shares = [a + b for a, b in zip(self.shares, other.shares, strict=True)]
         for kind, histogram in other.latency.items():
             self.latency.setdefault(kind, Histogram()).merge(histogram)
-        self.profile.merge(other.profile)
 
     def timings(self) -> dict[str, float]:
         """Return ``wait/worker/<state>``, which sum to 1, and ``time/<kind>/<mean|p90|max>``; none of no time."""
@@ -151,7 +89,6 @@ class Activity:
             for state, number in enumerate(numbers):
                 if number:
                     shares[state] += part * number
-            window.profile.add(start, end, numbers)
         return end
 
 

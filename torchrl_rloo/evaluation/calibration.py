@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import softplus
 
-from torchrl_rloo.diagnostics.curves import save_figure
 from torchrl_rloo.functional.statistics import wilson_interval
-from torchrl_rloo.runtime.files import write_text
+from torchrl_rloo.runtime.files import atomic_write, make_folder, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,9 +166,10 @@ def plot_calibration(found: Calibration, path: str | Path) -> Path:
     axes[0, 0].set_ylabel("accuracy")
     axes[0, 0].legend(fontsize=8, loc="lower right", frameon=True, framealpha=0.85, edgecolor="none")
     axes[1, 0].set_ylabel("share of pairs")
-    path = Path(path)
-    return save_figure(figure, Path(path))
-    return path
+    make_folder(Path(path).parent)
+    with atomic_write(Path(path)) as file:
+        figure.savefig(file, format="png")
+    return Path(path)
 
 
 def _draw_curve(axes: Axes, scores: CalibrationScores, title: str) -> None:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from torchrl_rloo.diagnostics.curves import save_figure
 from torchrl_rloo.evaluation.result import EvaluatedSample, EvaluationResult
 from torchrl_rloo.evaluation.statistics import PairedTest, paired_test, round_values
 from torchrl_rloo.functional.statistics import Interval
-from torchrl_rloo.runtime.files import write_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from torchrl_rloo.runtime.files import make_folder, write_text
 
 _COMPARED_SETTINGS = ("scorers", "num_samples", "greedy", "generate_kwargs", "votes")
-_COLORS = ("#4a4a4a", "#1f5fa8")
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,8 @@ class Comparison:
     """Result of :func:`compare`: one :class:`MetricComparison` per metric that both evaluations have.
 
     Attributes:
-        first: the first evaluation.
-        second: the second evaluation.
+        first: first evaluation.
+        second: second evaluation.
         metrics: comparisons by metric name.
         differing_settings: settings that differ, as ``{name: (value of first, value of second)}``.
     """
@@ -89,16 +83,9 @@ class Comparison:
         return "\n".join(lines)
 
     def changed_prompts(self, metric: str | None = None) -> list[dict[str, Any]]:
-        """Return the prompts on which a metric differs, gains before losses, with a completion of each evaluation.
+        """Return the prompts on which a metric, by default the first, differs, gains before losses.
 
-        Args:
-            metric: name of the metric; None takes the first, which is ``"greedy"`` if there is one.
-
-        Returns:
-            Dictionaries with keys ``prompt_id``, ``change``, ``prompt``, ``first`` and ``second``.
-
-        Raises:
-            KeyError: if the evaluations do not share ``metric``.
+        Each is a dictionary of ``prompt_id``, ``change``, ``prompt`` and a completion of each evaluation.
         """
         metric = next(iter(self.metrics)) if metric is None else metric
         if metric not in self.metrics:
@@ -119,11 +106,11 @@ class Comparison:
         ]
 
     def save(self, directory: str | Path) -> None:
-        """Write ``comparison.json``, with the prompts whose first metric changed, and ``comparison.png``."""
-        path = plot_comparison(self, Path(directory) / "comparison.png")
+        """Write ``comparison.json``, with the prompts whose first metric changed."""
+        make_folder(Path(directory))
         content = self.to_dict() | {"changed_prompts": self.changed_prompts()}
         text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
-        write_text(path.with_suffix(".json"), text + "\n")
+        write_text(Path(directory) / "comparison.json", text + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values for JSON."""
@@ -193,54 +180,6 @@ def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings:
             "with the same scorers"
         )
     return Comparison(first, second, metrics, differing_settings)
-
-
-def plot_comparison(comparison: Comparison, path: str | Path, *, metrics: Sequence[str] | None = None) -> Path:
-    """Plot both evaluations' metrics and their paired differences, with 95 % intervals, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
-    from matplotlib.figure import Figure
-
-    names = list(comparison.metrics) if metrics is None else list(metrics)
-    if unknown := [name for name in names if name not in comparison.metrics]:
-        raise KeyError(f"metrics={unknown} must be among {list(comparison.metrics)}")
-    chosen = [comparison.metrics[name] for name in names]
-    figure = Figure(figsize=(10.5, 1.9 + 0.45 * len(chosen)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    # Draw the two means of each metric on the left, their paired difference on the right
-    means, differences = figure.subplots(1, 2, sharey=True, width_ratios=(1.2, 1))
-    places = range(len(chosen))
-    for shift, color, label, side in zip((-0.13, 0.13), _COLORS, comparison.labels, ("first", "second"), strict=True):
-        intervals = [getattr(m, side) for m in chosen]
-        _draw_intervals(means, [y + shift for y in places], intervals, color, label)
-    tests = [Interval(m.test.difference, m.test.low, m.test.high) for m in chosen]
-    _draw_intervals(differences, list(places), tests, "#8a5fb0", None)
-    differences.locator_params(axis="x", nbins=6)
-    differences.axvline(0, color="#999999", linewidth=1)
-    for y, metric in zip(places, chosen, strict=True):
-        place = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
-        differences.annotate(
-            f"p {_format_p_value(metric.test)}", (1, y), va="center", fontsize=8, color="#444444", **place
-        )
-    # Label both panels and save
-    means.set_yticks(list(places), [m.metric for m in chosen], fontsize=9)
-    means.set_ylim(len(chosen) - 0.4, -0.6)
-    figure.legend(*means.get_legend_handles_labels(), fontsize=9, frameon=False, loc="outside lower left", ncols=2)
-    means.set_title("Mean over prompts, 95 % interval", fontsize=11, loc="left")
-    differences.set_title("Paired difference, second minus first", fontsize=11, loc="left")
-    for axes in (means, differences):
-        axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    return save_figure(figure, Path(path))
-
-
-def _draw_intervals(
-    axes: Axes, places: Sequence[float], intervals: Sequence[Interval], color: str, label: str | None
-) -> None:
-    means = [i.mean for i in intervals]
-    errors = [[i.mean - i.low for i in intervals], [i.high - i.mean for i in intervals]]
-    axes.errorbar(means, places, xerr=errors, fmt="o", color=color, markersize=5, capsize=3, linewidth=1.4, label=label)
 
 
 def _format_p_value(test: PairedTest) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Transform
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, stack_rows
@@ -62,9 +62,6 @@ class Evaluation:
         executor: executor that runs the scorers, with its time limit; None runs them inline.
         quarantine: JSON-lines file of completions that a scorer failed on; None writes none.
         seed: seed of the sampled completions.
-        make_env: factory of the environment for a part of the dataset. The environment returns one row per prompt, in
-            any order, with ``"prompt_id"``, as :class:`DatasetChatEnv` does with ``prompts_per_batch=len(part)``. None
-            builds one from ``make_transforms`` and ``env_kwargs``.
         make_transforms: factory of the environment's transforms (feedback, tools). They are separate from those of
             training, so their counters are also separate.
         env_kwargs: further arguments of :class:`DatasetChatEnv`.
@@ -105,19 +102,18 @@ class Evaluation:
         executor: Executor | None = None,
         quarantine: str | os.PathLike | Quarantine | None = None,
         seed: int = 0,
-        make_env: Callable[[PromptDataset], EnvBase] | None = None,
         make_transforms: Callable[[], Sequence[Transform]] = tuple,
         env_kwargs: Mapping[str, Any] | None = None,
         label: str = "",
         reference: Scorer | None = None,
         score_limits: Mapping[str, Any] | None = None,
     ):
-        dataset = dataset.for_tokenizer(policy.tokenizer) if make_env is None else dataset
+        dataset = dataset.for_tokenizer(policy.tokenizer)
         self.policy, self.dataset, self.batch_size, self.extract = policy, dataset, batch_size, extract
         self.reference, self.score_limits = reference, dict(score_limits or {})
         self.scorers, self.executor = name_scorers(scorers), executor
         self.quarantine = quarantine if isinstance(quarantine, Quarantine) else Quarantine(quarantine)
-        self.make_env, self.make_transforms, self.env_kwargs = make_env, make_transforms, dict(env_kwargs or {})
+        self.make_transforms, self.env_kwargs = make_transforms, dict(env_kwargs or {})
         # Record all settings that affect scores, so that comparisons can list differences
         sampling = {k: v for k, v in policy.generate_kwargs.items() if k != "do_sample"} | dict(generate_kwargs or {})
         self.settings = EvaluationSettings(
@@ -152,8 +148,6 @@ class Evaluation:
                 f"temperature=0 cannot be combined with num_samples={settings.num_samples}: all samples would be "
                 "equal; raise temperature"
             )
-        if self.make_env is not None and self.env_kwargs:
-            raise ValueError("env_kwargs cannot be combined with make_env; set them in make_env")
         distribution = getattr(self.reference, "distribution", None)
         if distribution is not None and distribution != (sampled := self._make_policy().distribution):
             raise ValueError(
@@ -164,11 +158,7 @@ class Evaluation:
     def _check_columns(self) -> None:
         """Raise if a scorer requires a column that neither the dataset nor a transform provides."""
         functions, columns = [f for f in self.scorers.values() if f is not None], self.dataset.columns
-        if (
-            any(find_missing_columns(f, columns) for f in functions)
-            and self.make_env is None
-            and not self.make_transforms()
-        ):
+        if any(find_missing_columns(f, columns) for f in functions) and not self.make_transforms():
             check_columns(functions, columns, "scorer")
 
     def __call__(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -209,9 +199,7 @@ class Evaluation:
                 for i, score in zip(usable, given, strict=True):
                     scores[name][i] = score
         samples = [
-            self._sample(
-                batch, i, place, {name: column[i] for name, column in scores.items()}, _statistics(rows[i], place)
-            )
+            self._sample(batch, i, place, {name: column[i] for name, column in scores.items()}, rows[i])
             for i, place in enumerate(requests + sampled)
         ]
         for row in rows if keep_rows else ():
@@ -228,15 +216,20 @@ class Evaluation:
 
     def _complete(self, requests: Sequence[tuple[int, int | None]], *, greedy: bool) -> list[TensorDictBase]:
         """Return a finished row for each ``(prompt, sample)``, in order."""
-        rows: list[TensorDictBase] = []
         policy = self._make_policy(temperature=0.0) if greedy else self._make_policy()
-        for start in range(0, len(requests), self.batch_size):
-            rows += self._collect(requests[start : start + self.batch_size], policy)
-        return rows
+        parts = [requests[start : start + self.batch_size] for start in range(0, len(requests), self.batch_size)]
+        return [row for part in parts for row in self._collect(part, policy)]
 
     def _collect(self, part: Sequence[tuple[int, int | None]], policy: TurnPolicy) -> list[TensorDictBase]:
         prompts = self.dataset.select(i for i, _ in part)
-        env = self._make_env(prompts) if self.make_env is None else self.make_env(prompts)
+        env = DatasetChatEnv(
+            prompts,
+            self.policy.tokenizer,
+            prompts_per_batch=len(prompts),
+            transforms=self.make_transforms(),
+            shuffle=False,
+            **self.env_kwargs,
+        )
         seeds = [self._seed(*place) for place in part]
 
         # Give each conversation its own seed, so that samples do not depend on the batch
@@ -250,24 +243,8 @@ class Evaluation:
             rows = collector.collect().unbind(0)
         finally:
             collector.shutdown(close_env=False)
-        # Restore the order of the part, which a user's environment need not keep
         found = {int(row[keys.PROMPT_ID]): row for row in rows}
-        if len(rows) != len(part) or found.keys() != set(range(len(part))):
-            raise ValueError(
-                f"make_env returned an environment with {len(rows)} rows of {len(found)} prompts, but the part has "
-                f"{len(part)} prompts; set prompts_per_batch=len(part) and num_generations=1"
-            )
         return [found[i] for i in range(len(part))]
-
-    def _make_env(self, part: PromptDataset) -> EnvBase:
-        return DatasetChatEnv(
-            part,
-            self.policy.tokenizer,
-            prompts_per_batch=len(part),
-            transforms=self.make_transforms(),
-            shuffle=False,
-            **self.env_kwargs,
-        )
 
     def _make_policy(self, **changes: Any) -> TurnPolicy:
         kwargs = self.settings.generate_kwargs | {"seed": self.settings.seed} | changes
@@ -303,7 +280,7 @@ class Evaluation:
         i: int,
         place: tuple[int, int | None],
         scores: dict[str, float | None],
-        statistics: dict[str, Any],
+        row: TensorDictBase,
     ) -> EvaluatedSample:
         columns = {name: values[i] for name, values in batch.columns.items()}
         task = columns.pop(keys.TASK, None)
@@ -319,7 +296,7 @@ class Evaluation:
             tokens=len(batch.completion_ids[i]),
             task=None if task is None else str(task),
             columns=columns,
-            **statistics,
+            **_statistics(row, place),
         )
 
 
@@ -333,14 +310,7 @@ def _set_version(row: TensorDictBase, version: int | None) -> None:
 
 
 def name_scorers(scorers: Scorers) -> dict[str, RewardFunction | None]:
-    """Return scorers by name, the headline first; None stands for the environment's return.
-
-    Args:
-        scorers: as :class:`Evaluation` takes them.
-
-    Raises:
-        ValueError: if there is none, or a name clashes with metric names.
-    """
+    """Return scorers by name, the headline first; None stands for the environment's return."""
     if not isinstance(scorers, Mapping) or "_target_" in scorers:
         scorers = None if scorers is None else load_reward(scorers)
         scorers = {"return" if scorers is None else reward_name(scorers): scorers}
@@ -415,7 +385,6 @@ def write_evaluation_transcripts(
     *,
     title: str = "",
     settings: Mapping[str, Any] | None = None,
-    max_rows: int = 500,
 ) -> Path:
     """Write the conversations of an evaluation as a page, with its scores in place of rewards.
 
@@ -427,13 +396,12 @@ def write_evaluation_transcripts(
         tokenizer: tokenizer of the policy.
         title: title of the page; empty takes the evaluation's label.
         settings: settings to show in addition to those of the evaluation; None adds none.
-        max_rows: largest number of conversations to write, in the order of the prompts.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: if the result has no rows, or ``max_rows`` is below 1.
+        ValueError: if the result has no rows.
     """
     if result.rows is None:
         raise ValueError("result has no rows; keep them with Evaluation.run(keep_rows=True)")
@@ -459,6 +427,5 @@ def write_evaluation_transcripts(
         title=title or f"Evaluation {result.settings.label}".strip(),
         settings={**(settings or {}), "metrics": metrics, "evaluation": evaluation},
         reward_names=scorers,
-        max_rows=max_rows,
         fields=fields,
     )

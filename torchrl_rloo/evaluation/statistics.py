@@ -25,15 +25,8 @@ def pass_at_k(correct: torch.Tensor, total: torch.Tensor | int, k: int) -> torch
     r"""Return the unbiased estimate of pass@k (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
     It computes :math:`1 - \binom{n-c}{k} / \binom{n}{k}`, the probability that one of ``k`` samples is correct, as a
-    product that neither overflows nor cancels.
-
-    Args:
-        correct: ``[P]``, number :math:`c` of correct samples per prompt.
-        total: number :math:`n` of samples per prompt, ``[P]`` or one number; at least ``k``.
-        k: number of samples per subset, at least 1.
-
-    Returns:
-        ``[P]``, float64.
+    product that neither overflows nor cancels. ``correct`` (:math:`c`) and ``total`` (:math:`n`, also one number) are
+    numbers of samples per prompt, ``[P]``; so is the result, in float64.
 
     Example:
         >>> pass_at_k(torch.tensor([0, 1, 4]), 4, 2).tolist()
@@ -50,14 +43,8 @@ def best_at_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     r"""Return the expected best score of ``k`` of a prompt's ``n`` samples.
 
     It computes :math:`\sum_i s_{(i)} [F(i) - F(i-1)]` with :math:`F(i) = \binom{i}{k} / \binom{n}{k}`, the
-    probability that all ``k`` are among the ``i`` lowest. With scores 0 and 1 it equals :func:`pass_at_k`.
-
-    Args:
-        scores: ``[P, n]``, finite numbers.
-        k: number of samples per subset, between 1 and ``n``.
-
-    Returns:
-        ``[P]``, float64.
+    probability that all ``k`` are among the ``i`` lowest. With scores 0 and 1 it equals :func:`pass_at_k`. Scores are
+    ``[P, n]`` and finite, the result is ``[P]`` in float64.
 
     Example:
         >>> best_at_k(torch.tensor([[0.0, 1.0], [0.5, 0.25]]), 2).tolist()
@@ -103,11 +90,8 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = CO
     easy tasks this interval keeps its coverage, where t and bootstrap intervals fall far below the level. Other values
     have a t interval, or NaN as bounds if they are equal: equal values do not show how much they vary.
 
-    Args:
-        values: ``[P]``, one value per prompt.
-        draws: independent samples behind each value. ``draws * P`` bounds the effective number of trials, which is
-            infinite if all values are equal.
-        level: confidence level.
+    There are ``draws`` independent samples behind each of the ``P`` values. ``draws * P`` bounds the effective number
+    of trials, which is infinite if all values are equal.
 
     Example:
         >>> interval = mean_interval(torch.zeros(20))
@@ -208,14 +192,10 @@ def _win_probability(counts: Sequence[int], own: int, n: int, k: int) -> float:
 
 
 def _set_ways(ways: torch.Tensor, start: torch.Tensor, fewer: Sequence[float], equal: float, number: int) -> None:
-    """Set ``ways[r, v]`` for ``number`` answers alike, by the binomial theorem.
+    """Set ``ways[r, v]``, zeros so far, for ``number`` answers alike, by the binomial theorem.
 
-    Args:
-        ways: ``[ties + 1, k + 1]``, zeros.
-        start: ``[k + 1]``, probabilities of the votes so far.
-        fewer: probabilities that an answer has 0, 1, ... votes, up to one less than the tie.
-        equal: probability of a tie.
-        number: number of answers.
+    ``start`` has the probabilities ``[k + 1]`` of the votes so far, ``fewer`` those that an answer has 0, 1, ... votes,
+    up to one less than the tie, and ``equal`` is that of a tie.
     """
     below, votes, power = math.fsum(fewer), len(fewer), start
     for r in range(number, -1, -1):  # of which the others have fewer votes: `power` has their sum
@@ -265,18 +245,12 @@ class PairedTest(NamedTuple):
 def paired_test(
     first: torch.Tensor, second: torch.Tensor, *, level: float = CONFIDENCE_LEVEL, seed: int = 0
 ) -> PairedTest:
-    """Compare two policies' values on the same prompts.
+    """Compare two policies' values ``[P]`` on the same prompts, in the same order.
 
     If all values are 0 or 1, it uses McNemar's exact test and :func:`paired_binary_interval`. Otherwise it uses
     :func:`sign_flip_test`, which equals McNemar's test on binary values, and a t interval. Equal differences have no
     t interval, as they do not show how much they vary. Of at least two values in ``[0, 1]`` they have
     :func:`paired_binary_interval` of the same mean; of other values their bounds are NaN.
-
-    Args:
-        first: ``[P]``, values of the first policy, for at least one prompt.
-        second: ``[P]``, values of the second policy for the same prompts, in the same order.
-        level: confidence level.
-        seed: seed of the sign patterns, if they are too many to enumerate.
 
     Example:
         >>> test = paired_test(torch.tensor([0, 0, 0, 0, 0, 1.0]), torch.ones(6))
@@ -317,11 +291,8 @@ def mcnemar_test(better: int, worse: int) -> float:
 def sign_flip_test(difference: torch.Tensor, *, seed: int = 0) -> tuple[float, float]:
     """Return the two-sided p-value of a mean difference under random signs of the prompts' differences.
 
-    It enumerates all sign patterns of up to 16 nonzero differences. Beyond, it draws 100,000 and adds the observed one.
-
-    Args:
-        difference: ``[P]``, difference per prompt.
-        seed: seed of the drawn patterns.
+    It enumerates all sign patterns of up to 16 nonzero differences ``[P]``. Beyond, it draws 100,000 and adds the
+    observed one.
 
     Example:
         >>> sign_flip_test(torch.tensor([0.5, 0.25, 0.0]))

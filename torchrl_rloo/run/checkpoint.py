@@ -10,9 +10,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class Checkpointer:
         self.keep = keep
         self.ranks = ranks or Ranks.single()
         self._lock: DirectoryLock | None = None
-        self._background = _BackgroundCall("checkpoint") if asynchronous else None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._pending: Future[None] | None = None  # the last asynchronous save; Python waits for it at its exit
         self._writers: Ranks | None = None  # the ranks, in a group of the thread
         make_folder(self.directory)
 
@@ -76,13 +78,14 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end of the last asynchronous save, and raise its error; after ``timeout`` leave it to itself."""
-        if self._background is not None:
-            self._background.wait(timeout)
+        pending, self._pending = self._pending, None
+        if pending is not None and pending in futures.wait([pending], timeout).done:
+            pending.result()
 
     @property
     def failed(self) -> bool:
         """True if the last asynchronous save has failed, so that :meth:`wait` will raise."""
-        return self._background is not None and self._background.failed
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def close(self) -> None:
         """Wait for the last save and release the lock; the next save takes it again."""
@@ -123,14 +126,14 @@ class Checkpointer:
 
         self.ranks.broadcast(prepare)
         path = self.directory / (f"step_{step:08d}" if shards else f"step_{step:08d}.pt")
-        if self._background is None:
+        if self._executor is None:
             self._write(path, state, shards, self.ranks)
             return path
         # The thread needs its own group, because the main thread's collective calls run at the same time
         if self._writers is None:
             self._writers = with_own_group(self.ranks)
         whole = copy_to_cpu(state) if self.ranks.is_main else {}
-        self._background.start(self._write, path, whole, copy_to_cpu(shards), self._writers)
+        self._pending = self._executor.submit(self._write, path, whole, copy_to_cpu(shards), self._writers)
         return path
 
     def clear(self, *, after: int = -1) -> None:
@@ -273,36 +276,3 @@ def _make_temporary(path: Path) -> Path:
     with explained(path):
         folder.mkdir()
     return folder
-
-
-class _BackgroundCall:
-    """Thread for one call at a time. At its exit, Python waits for the end of the call."""
-
-    def __init__(self, name: str):
-        self._name, self._thread, self._error = name, None, None
-
-    @property
-    def failed(self) -> bool:
-        """True if the call raised an error that :meth:`wait` has not yet raised."""
-        return self._error is not None
-
-    def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Start a call, after the end of the previous one."""
-        self.wait()
-        self._thread = Thread(target=self._run, args=(function, args), name=self._name)
-        self._thread.start()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end of the call and raise its error, once; after ``timeout`` seconds leave it to itself."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join(timeout)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        try:
-            function(*args)
-        except BaseException as error:  # raised by wait
-            self._error = error

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torchrl_rloo.runtime.files import append, write_text
 
@@ -16,25 +16,6 @@ _log = logging.getLogger(__name__)
 FILE = "health.jsonl"
 ROLLBACK = "rollback"  # rule of the lines that record a rollback
 _FACTOR = "learning_rate_factor"
-
-
-class Monitor(Protocol):
-    """Protocol of what judges a run by its metrics: :class:`torchrl_rloo.diagnostics.health.Health`."""
-
-    lr_factor: float
-    max_rollbacks: int
-
-    def update(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None) -> list[Any]:
-        """Return the events of a step, each with ``rule``, ``since``, ``sentence`` and ``record()``."""
-
-    def action(self, event: Any) -> str | None:
-        """Return ``"stop"``, ``"rollback"`` or None."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
 
 
 class UnhealthyRunError(RuntimeError):
@@ -57,23 +38,17 @@ class Verdict(NamedTuple):
 
 
 class HealthLog:
-    """Part of a run that passes its metrics to a monitor, and writes and shows the events."""
+    """Part of a run that passes its metrics to :class:`torchrl_rloo.diagnostics.health.Health`, and records events."""
 
-    def __init__(self, directory: Path, monitor: Monitor, show: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, monitor: Any, show: Callable[[str], None]) -> None:
         self.monitor, self._path, self._show = monitor, directory / FILE, show
         self._rollbacks, self._lr_scale = 0, 1.0
 
-    def check(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        timings: Mapping[str, float],
-        checkpoints: Callable[[], list[int]],
-    ) -> Verdict | None:
+    def check(self, step: int, metrics: Mapping[str, float], checkpoints: Callable[[], list[int]]) -> Verdict | None:
         """Judge a step, record its events, and decide; ``checkpoints`` returns the steps of all, in ascending order."""
-        if not metrics and not timings:
+        if not metrics:
             return None
-        events = self.monitor.update(step, metrics, timings)
+        events = self.monitor.update(step, metrics)
         for event in events:
             self._record(event.record())
             self._show(str(event))

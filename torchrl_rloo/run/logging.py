@@ -13,7 +13,7 @@ from torchrl.record.loggers.common import Logger
 
 from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers
-from torchrl_rloo.run.progress import make_progress
+from torchrl_rloo.run.progress import Progress
 from torchrl_rloo.runtime.files import append, atomic_write, explained, make_folder, refuse_links, synced_size
 
 _KINDS = ("metrics", "timings", "completions")
@@ -36,10 +36,9 @@ class RunLogger:
 
     Args:
         directory: directory of the files, created if necessary.
-        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"`` and ``"trackio"``. The first entry opens
-            them.
-        progress: True shows a progress bar, False nothing. None shows a bar on a terminal and otherwise about 20 plain
-            lines per run.
+        loggers: any of ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and ``"trackio"``. The first entry opens them.
+        progress: True shows one line that each step renews, False nothing. None shows such a line on a terminal, and
+            otherwise about 20 plain lines per run.
         total_steps: number of the last step, for the display.
         headline: metrics and timings in the display, on the steps that have them.
         logger_kwargs: keyword arguments by logger name. By default W&B and MLflow start a new run in every process;
@@ -53,7 +52,7 @@ class RunLogger:
 
     Example:
         >>> import tempfile
-        >>> with RunLogger(tempfile.mkdtemp(), loggers=["csv"], progress=False) as logger:
+        >>> with RunLogger(tempfile.mkdtemp(), loggers=[], progress=False) as logger:
         ...     logger.log(1, {"reward": 0.5}, timings={"time/step": 1.9})
         >>> logger.history
         [{'step': 1, 'reward': 0.5}]
@@ -80,7 +79,7 @@ class RunLogger:
         self._lock: DirectoryLock | None = None
         self._logger_names = tuple(loggers)
         self._headline = tuple(headline)
-        self._progress = make_progress(progress, total_steps)
+        self._progress = Progress(progress, total_steps)
         self._digest = None if digest is None else Digest(digest, total_steps)
         self._records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         self._loggers: list[Logger] | None = None
@@ -128,10 +127,6 @@ class RunLogger:
         self._progress.show(step, {name: shown[name] for name in self._headline if name in shown})
         if self._digest is not None and (text := self._digest.text({"step": step, **shown})):
             self._progress.write(text)
-
-    def log_phase(self, phase: str | None) -> None:
-        """Show the phase of the run in the progress bar; None between two phases."""
-        self._progress.show_phase(phase)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         """Log samples of the policy.

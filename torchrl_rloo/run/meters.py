@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import resource
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torchrl_rloo.runtime.clock import now
 from torchrl_rloo.runtime.lookup import snake_case
-
-_KEPT_STEPS = 8
-_MAX_SPANS = 256  # phases of a step that are kept with their times
 
 
 def meters(*parts: Any) -> dict[str, float]:
@@ -76,38 +73,21 @@ def cpu_seconds() -> float:
 
 
 class StepTimer:
-    """Timer of the wall-clock seconds of named phases.
+    """Timer of the wall-clock seconds of named phases of a step."""
 
-    Attributes:
-        recent: begin, end and phases of the last steps, oldest first. A phase has its name, begin and end, in seconds
-            since the epoch; of many phases of a step only the first ones are kept.
-        phase: name of the phase that runs now; None between two.
-    """
-
-    def __init__(self, on_phase: Callable[[str | None], None] = lambda phase: None, clock: Callable[[], float] = now):
-        self._on_phase, self._clock, self._start = on_phase, clock, clock()
+    def __init__(self, clock: Callable[[], float] = now):
+        self._clock, self._start = clock, clock()
         self._phases: dict[str, float] = {}
-        self._spans: list[tuple[str, float, float]] = []
-        self.recent: deque[tuple[float, float, list[tuple[str, float, float]]]] = deque(maxlen=_KEPT_STEPS)
-        self.phase: str | None = None
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the seconds of the block to a phase."""
-        outer, start = self.phase, self._clock()
-        self._enter(phase)
+        start = self._clock()
         try:
             yield
         finally:
-            name, end = f"time/{phase}", self._clock()
-            self._phases[name] = self._phases.get(name, 0.0) + end - start
-            if len(self._spans) < _MAX_SPANS:
-                self._spans.append((phase, start, end))
-            self._enter(outer)
-
-    def _enter(self, phase: str | None) -> None:
-        self.phase = phase
-        self._on_phase(phase)
+            name = f"time/{phase}"
+            self._phases[name] = self._phases.get(name, 0.0) + self._clock() - start
 
     def seconds(self, phase: str) -> float:
         """Return the seconds of a phase since the last :meth:`take`."""
@@ -117,6 +97,5 @@ class StepTimer:
         """Return the seconds of each phase and of the step since the last call, and start the next step."""
         end = self._clock()
         taken = self._phases | {"time/step": end - self._start}
-        self.recent.append((self._start, end, self._spans))
-        self._phases, self._spans, self._start = {}, [], end
+        self._phases, self._start = {}, end
         return taken

@@ -20,7 +20,6 @@ import torch
 from torchrl_rloo.run.checkpoint import Checkpointer
 from torchrl_rloo.run.health_log import (
     HealthLog,
-    Monitor,
     RollbackError,
     UnhealthyRunError,
     raise_verdict,
@@ -116,7 +115,7 @@ class Run:
         step: current step, or the last one that is done. 0 before the first.
         metrics: metrics logged so far in the current step.
         logger: the :class:`RunLogger`.
-        timer: the :class:`StepTimer`, with the times of the last steps.
+        timer: the :class:`StepTimer`.
 
     Raises:
         ValueError: if an argument is out of range. On entering, if the settings differ from those of the checkpoint,
@@ -154,7 +153,7 @@ class Run:
         stop_after: int | None = None,
         asynchronous: bool = False,
         ranks: Ranks | None = None,
-        health: Monitor | None = None,
+        health: Any = None,
         headline: tuple[str, ...] = ("reward", "time/step"),
         loggers: tuple[str, ...] | list[str] = ("tensorboard",),
         logger_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
@@ -187,7 +186,7 @@ class Run:
         self._resume, self._checkpoint_every, self._stop_after = resume, checkpoint_every, stop_after
         checkpoints = self.directory / "checkpoints"
         self._checkpoints = Checkpointer(checkpoints, keep=keep, ranks=self.ranks, asynchronous=asynchronous)
-        self.timer, self._stop, self._stack = StepTimer(self.logger.log_phase), StopSignal(), ExitStack()
+        self.timer, self._stop, self._stack = StepTimer(), StopSignal(), ExitStack()
         self.metrics: dict[str, float] = {}
         self._cpu_before, self._timings = 0.0, {}
 
@@ -321,9 +320,9 @@ class Run:
             if self.ranks.is_main:
                 self.logger.log(self.step, metrics, timings=timings)
         # All ranks meet there, also one that logged nothing
-        self._check_health(metrics, timings)
+        self._check_health(metrics)
 
-    def _check_health(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+    def _check_health(self, metrics: Mapping[str, float]) -> None:
         """Evaluate the rules on rank 0; on all ranks, raise if one of them ends the run or takes it back."""
         if self._health is None:
             return
@@ -332,7 +331,7 @@ class Run:
             self._checkpoints.wait()
             return self._checkpoints.steps()
 
-        raise_verdict(self.ranks.broadcast(lambda: self._health.check(self.step, metrics, timings, checkpoints)))
+        raise_verdict(self.ranks.broadcast(lambda: self._health.check(self.step, metrics, checkpoints)))
 
     def _report_failure(self, error: BaseException | None) -> None:
         """Show an error that has metrics, such as a gradient that is not finite, to the rules, which may go back."""

@@ -9,7 +9,6 @@ import pytest
 
 from support.histories import FAULTS, constant_rule, healthy_history
 from torchrl_rloo.diagnostics.health import RULES, Health, Rule, make_health
-from torchrl_rloo.diagnostics.health.monitor import load_rules
 
 HIGH = constant_rule("high", "reward", 0.5, patience=2, recovery=3)
 
@@ -54,17 +53,11 @@ def test_memory_is_bounded():
     assert sizes[0] >= sizes[1] - 10 * 8  # held-out metrics come every tenth step
 
 
-def test_the_clock_is_not_part_of_the_state():
-    health = Health()
-    health.update(1, {"reward": 0.5}, {"time/step": 2.0, "tokens_per_second": 3.0})
-    assert set(health.state_dict()["history"]["series"]) == {"reward"}
-
-
 def test_a_rule_that_raises_is_off_and_the_others_stay(caplog):
     def broken(history):
         raise KeyError("no")
 
-    rule = Rule("broken", broken, ("reward",), "x.", "y.", "z", "a test")
+    rule = Rule("broken", broken, ("reward",), "x.", "y.")
     assert states(Health([rule, HIGH], stop_on=()), [1, 1]) == ["1 fired"]
     assert caplog.text.count("health rule broken failed at step 0 and is off") == 1
 
@@ -92,8 +85,7 @@ def test_an_event_with_a_value_that_is_not_finite_is_json():
 
 
 def test_own_rules_by_path_and_ignored_ones():
-    rules = load_rules(["support.histories.HIGH_REWARD"], ignore=["truncation"])
-    names = [rule.name for rule in rules]
+    names = [rule.name for rule in make_health(["support.histories.HIGH_REWARD"], ignore=["truncation"]).rules]
     assert names[-1] == "high_reward" and "truncation" not in names and len(names) == len(RULES)
     assert make_health(ignore=["nan"]).stop_on == ()
     assert make_health(rollback={"on": ["warn"], "lr_factor": 0.1, "max_rollbacks": 1}).rollback_on == ("warn",)
@@ -127,6 +119,6 @@ def test_wrong_settings_are_refused_by_name(arguments, message):
 )
 def test_a_malformed_rule_is_refused(field, message):
     given = {"name": "a", "condition": lambda history: None, "metrics": ("reward",)}
-    given |= {"sentence": "x.", "remedy": "y.", "healthy": "z", "source": "a test"}
+    given |= {"sentence": "x.", "remedy": "y."}
     with pytest.raises(ValueError, match=message):
         Rule(**given | field)

@@ -1,20 +1,20 @@
-"""Checks before a run: their input, their result, and the table of all checks."""
+"""Checks before a run: their input, their result, and how they run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torchrl_rloo.data.prompts import PromptDataset
-from torchrl_rloo.diagnostics.plan import TrainingPlan
+from torchrl_rloo.diagnostics.plan import TrainingPlan, count
 
 LEVELS = ("ok", "warn", "error")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check.
+    """Result of a check: a sentence with the values found, and the change that helps.
 
     Attributes:
         level: ``"ok"``, ``"warn"`` (the run may learn less than it could) or ``"error"`` (it would learn nothing, or
@@ -43,38 +43,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Sample:
-    """Completion of a training prompt by the start model.
+    """Completion of a training prompt by the start model."""
 
-    Attributes:
-        prompt_id: index of the prompt among those sampled.
-        completion: completion as text.
-        value: return, without any KL; None if the trajectory abstains.
-        truncated: True if a token, turn or time limit ended it.
-        tokens: number of sampled tokens.
-    """
-
-    prompt_id: int
+    prompt_id: int  # index of the prompt among those sampled
     completion: str
-    value: float | None
-    truncated: bool = False
-    tokens: int = 0
+    value: float | None  # return, without any KL; None if the trajectory abstains
+    truncated: bool = False  # whether a token, turn or time limit ended it
+    tokens: int = 0  # number of sampled tokens
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Scores of a constructed completion, by :func:`~torchrl_rloo.diagnostics.checks.probe_rewards`.
+    """Scores of a constructed completion, by :func:`~torchrl_rloo.diagnostics.checks.probe_rewards`."""
 
-    Attributes:
-        prompt_id: index of the prompt among those probed.
-        kind: ``"right"`` or ``"wrong"`` (in one of several formats), ``"empty"``, or a hostile kind.
-        value: weighted sum of the scores; None if all functions abstain or fail.
-        failures: message by name of each function that failed.
-    """
-
-    prompt_id: int
-    kind: str
-    value: float | None
-    failures: Mapping[str, str] = field(default_factory=dict)
+    prompt_id: int  # index of the prompt among those probed
+    kind: str  # "right" or "wrong" (in one of several formats), "empty", or a hostile kind
+    value: float | None  # weighted sum of the scores; None if all functions abstain or fail
+    failures: Mapping[str, str] = field(default_factory=dict)  # message by name of each function that failed
 
 
 @dataclass(frozen=True)
@@ -130,23 +115,9 @@ def run_checks(facts: Facts, checks: Mapping[str, Check]) -> list[Finding]:
         The findings. A check that raises gives a warning, so that one of a user's own never ends a run.
 
     Example:
-        >>> from torchrl_rloo.data import load_prompts
-        >>> prompts = load_prompts([{"prompt": "1+1?"}, {"prompt": "1+2?"}])
-        >>> sizes = dict(minibatches=1, epochs_per_batch=1, micro_batch_size=None, max_prompt_tokens=4)
-        >>> plan = TrainingPlan(
-        ...     steps=9,
-        ...     prompts_per_step=2,
-        ...     num_generations=4,
-        ...     train_prompts=2,
-        ...     eval_prompts=2,
-        ...     max_new_tokens=8,
-        ...     context_length=64,
-        ...     **sizes,
-        ... )
-        >>> facts = Facts(plan, prompts, prompts, tokenizer=None)
-        >>> steps = lambda facts: Finding("warn", f"{facts.plan.steps} steps are few", "raise plan.steps")
-        >>> print(*run_checks(facts, {"steps": steps}))
-        warn  steps: 9 steps are few; raise plan.steps
+        >>> tokens = lambda facts: Finding("warn", "8 new tokens are few", "raise generate.max_new_tokens")
+        >>> print(*run_checks(None, {"tokens": tokens}))
+        warn  tokens: 8 new tokens are few; raise generate.max_new_tokens
     """
     found = []
     for name, check in checks.items():
@@ -156,7 +127,7 @@ def run_checks(facts: Facts, checks: Mapping[str, Check]) -> list[Finding]:
         except Exception as error:
             reason = f"the check itself failed, {type(error).__name__}: {error}"
             results = [Finding("warn", " ".join(reason.split()), "correct the check, or remove it")]
-        found += [Finding(each.level, each.sentence, each.remedy, name) for each in results]
+        found += [replace(result, check=name) for result in results]
     return found
 
 
@@ -167,10 +138,5 @@ def summarize(findings: Sequence[Finding]) -> str:
         >>> summarize([Finding("ok", "fine"), Finding("warn", "few prompts")])
         '1 check passed, 1 warning, 0 errors'
     """
-    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
-
-    def name(number: int, noun: str) -> str:
-        return f"{number} {noun}{'' if number == 1 else 's'}"
-
-    passed = f"{name(counts['ok'], 'check')} passed"
-    return f"{passed}, {name(counts['warn'], 'warning')}, {name(counts['error'], 'error')}"
+    passed, warnings, errors = (sum(finding.level == level for finding in findings) for level in LEVELS)
+    return f"{count(passed, 'check')} passed, {count(warnings, 'warning')}, {count(errors, 'error')}"

@@ -78,7 +78,6 @@ def probe_rewards(
     if not functions:
         return []
     cases, batch = _make_batch(_choose_rows(dataset), dataset, tokenizer)
-    # Score them with each function
     scores, failures = [], [{} for _ in cases]
     for function in functions:
         results = score_each(function, batch, executor)
@@ -96,14 +95,7 @@ def find_form_hints(
     tokenizer: Any,
     executor: Executor | Mapping[str, Executor] | None = None,
 ) -> dict[str, str]:
-    """Return advice by name of each function that expects the other form of completions, text or messages.
-
-    Args:
-        functions: reward functions.
-        dataset: training prompts.
-        tokenizer: tokenizer, for the ids of completions.
-        executor: executor of the functions, or a mapping from their names. None runs them inline.
-    """
+    """Return advice by name of each function that expects the other form of completions, text or messages."""
     _, batch = _make_batch(dataset.rows[:1], dataset, tokenizer)
     hints = {reward_name(f): form_hint(f, batch, partial(_choose_executor(f, executor).run, f)) for f in functions}
     return {name: hint for name, hint in hints.items() if hint}
@@ -147,9 +139,7 @@ def completions(row: Mapping[str, Any], dataset: PromptDataset) -> Iterable[tupl
 def scripted_texts(dataset: PromptDataset, probes: Sequence[Probe]) -> list[list[str]]:
     """Return a right and a wrong text of each prompt, in the format that earned most; none if nothing earns more.
 
-    Args:
-        dataset: prompts.
-        probes: result of :func:`probe_rewards` on prompts of the same source.
+    The probes are those of prompts of the same source.
     """
     column = answer_column(dataset)
     earned = [[probe.value or 0.0 for probe in probes if probe.kind == kind] for kind in ("right", "wrong")]

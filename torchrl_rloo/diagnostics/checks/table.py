@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_rloo.diagnostics.checks.base import Check, Facts, Finding, Probe
+from torchrl_rloo.diagnostics.checks.base import Check, Facts, Finding, Probe, Sample
 from torchrl_rloo.diagnostics.checks.prompts import (
     check_answers,
     check_duplicates,
@@ -86,12 +86,8 @@ def _judge_without_answers(facts: Facts, prompts: Sequence[Sequence[Probe]]) -> 
 
 def _constant(facts: Facts, prompts: Sequence[Sequence[Probe]]) -> Finding | None:
     """Report rewards that do not depend on the completion."""
-    sampled = defaultdict(list)
-    for sample in facts.samples:
-        sampled[sample.prompt_id].append(sample)
-    values = [[p.value for p in probes if p.value is not None] for probes in prompts]
-    values += [[s.value for s in each if s.value is not None] for each in sampled.values()]
-    values = [each for each in values if len(each) > 1]
+    groups = [*prompts, *_by_prompt(facts.samples)]
+    values = [each for group in groups if len(each := [item.value for item in group if item.value is not None]) > 1]
     if not values or any(max(each) - min(each) > MARGIN for each in values):
         return None
     known = any(probe.kind == "right" for probe in facts.probes)
@@ -103,10 +99,11 @@ def _constant(facts: Facts, prompts: Sequence[Sequence[Probe]]) -> Finding | Non
     return Finding("error", f"{sentence}: it ignores the completion", remedy)
 
 
-def _by_prompt(probes: Sequence[Probe]) -> list[list[Probe]]:
-    found: dict[int, list[Probe]] = defaultdict(list)
-    for probe in probes:
-        found[probe.prompt_id].append(probe)
+def _by_prompt(items: Sequence[Probe | Sample]) -> list[list[Any]]:
+    """Group probes or samples by their prompts."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for item in items:
+        found[item.prompt_id].append(item)
     return list(found.values())
 
 
@@ -147,11 +144,8 @@ def signal_probability(values: Sequence[float], size: int) -> float:
     :math:`1 - \sum_v (m_v / n)^G`, for two values the binomial :math:`1 - p^G - (1 - p)^G`.
 
     Args:
-        values: ``n`` returns of a prompt's completions.
+        values: ``n`` returns of a prompt's completions; fewer than two have probability 0.
         size: size of a group, ``G``.
-
-    Returns:
-        The probability, 0 for fewer than two returns.
 
     Example:
         >>> signal_probability([1.0, 0.0, 0.0, 0.0], 2), signal_probability([1.0, 0.0], 4)
@@ -167,7 +161,7 @@ def signal_probability(values: Sequence[float], size: int) -> float:
 
 def check_signal(facts: Facts) -> Finding | None:
     """Estimate how many groups of a step will have different returns, which alone teach."""
-    groups = _returns_by_prompt(facts)
+    groups = [[s.value for s in group] for group in _by_prompt([s for s in facts.samples if s.value is not None])]
     if not groups:
         return None
     size, prompts = facts.plan.num_generations, facts.plan.prompts_per_step
@@ -248,14 +242,6 @@ def _no_signal(facts: Facts, values: Sequence[float]) -> Finding:
 
 def _share(groups: Sequence[Sequence[float]], size: int) -> float:
     return fmean(signal_probability(group, size) for group in groups)
-
-
-def _returns_by_prompt(facts: Facts) -> list[list[float]]:
-    found: dict[int, list[float]] = defaultdict(list)
-    for sample in facts.samples:
-        if sample.value is not None:
-            found[sample.prompt_id].append(sample.value)
-    return list(found.values())
 
 
 # Settings

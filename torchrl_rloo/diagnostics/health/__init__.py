@@ -1,20 +1,7 @@
 """Health of a run: rules about its metrics that say in words what is wrong, and what helps."""
 
-from torchrl_rloo.diagnostics.health.conditions import above, below, both, counted, grown
 from torchrl_rloo.diagnostics.health.monitor import Health, make_health
 from torchrl_rloo.diagnostics.health.rule import Event, History, Rule
 from torchrl_rloo.diagnostics.health.table import RULES
 
-__all__ = [
-    "RULES",
-    "Event",
-    "Health",
-    "History",
-    "Rule",
-    "above",
-    "below",
-    "both",
-    "counted",
-    "grown",
-    "make_health",
-]
+__all__ = ["RULES", "Event", "Health", "History", "Rule", "make_health"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from torchrl_rloo.diagnostics.health.rule import SEVERITIES, Event, Evidence, History, Rule
+from torchrl_rloo.diagnostics.health.rule import SEVERITIES, Event, History, Rule
 from torchrl_rloo.diagnostics.health.table import RULES
 from torchrl_rloo.runtime.lookup import did_you_mean, import_object
 
@@ -60,40 +59,14 @@ class Health:
             raise ValueError(f"max_rollbacks={max_rollbacks} must be at least 1")
         self.lr_factor, self.max_rollbacks = lr_factor, max_rollbacks
         self.stop_on, self.rollback_on = tuple(stop_on), tuple(rollback_on)
-        # Metrics of the clock are kept apart, so that the saved state is equal for equal seeds
-        self._histories = {
-            clock: History(metric for rule in self.rules if rule.clock == clock for metric in rule.metrics)
-            for clock in (False, True)
-        }
+        self._history = History(metric for rule in self.rules for metric in rule.metrics)
         self._states = {rule.name: _State() for rule in self.rules}
         self._off: set[str] = set()
 
-    @property
-    def firing(self) -> list[str]:
-        """Names of the rules that have fired and not cleared."""
-        return [name for name, state in self._states.items() if state.firing]
-
-    def update(
-        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None
-    ) -> list[Event]:
-        """Evaluate all rules on the metrics of a step.
-
-        Args:
-            step: number of the step.
-            metrics: values by name.
-            timings: values that depend on the clock, read by rules with ``clock=True`` in addition to ``metrics``.
-
-        Returns:
-            Rules that fired or cleared at this step, in the order of the rules.
-        """
-        self._histories[False].append(step, metrics)
-        self._histories[True].append(step, {**metrics, **(timings or {})})
-        events = []
-        for rule in self.rules:
-            history = self._histories[rule.clock]
-            if rule.name not in self._off and _has_value(rule, history):
-                events += self._evaluate(rule, history)
-        return events
+    def update(self, step: int, metrics: Mapping[str, float]) -> list[Event]:
+        """Evaluate all rules on the metrics of a step, and return those that fired or cleared, in their order."""
+        self._history.append(step, metrics)
+        return [event for rule in self.rules if (event := self._evaluate(rule)) is not None]
 
     def action(self, event: Event) -> str | None:
         """Return what an event asks of the run: ``"rollback"``, ``"stop"`` or None."""
@@ -106,27 +79,32 @@ class Health:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics kept and the state of each rule, as plain values."""
-        states = {rule.name: vars(self._states[rule.name]).copy() for rule in self.rules if not rule.clock}
-        return {"history": self._histories[False].state_dict(), "rules": states}
+        states = {name: vars(state).copy() for name, state in self._states.items()}
+        return {"history": self._history.state_dict(), "rules": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Rules that it lacks begin again, and rules of the clock always do."""
-        self._histories[False].load_state_dict(state["history"])
+        """Restore :meth:`state_dict`. Rules that it lacks begin again."""
+        self._history.load_state_dict(state["history"])
         for name, saved in state["rules"].items():
             if name in self._states:
                 self._states[name] = _State(**saved)
 
-    def _evaluate(self, rule: Rule, history: History) -> list[Event]:
-        state = self._states[rule.name]
+    def _evaluate(self, rule: Rule) -> Event | None:
+        history, state = self._history, self._states[rule.name]
+        read = [name for pattern in rule.at or rule.metrics[:1] for name in (pattern, *history.matching(pattern))]
+        if rule.name in self._off or not any(name in history.current for name in read):
+            return None
         try:
             evidence = rule.condition(history)
         except Exception:
             _LOGGER.exception("health rule %s failed at step %d and is off from now on", rule.name, history.step)
             self._off.add(rule.name)
-            return []
+            return None
         if not state.advance(evidence is not None, history.step, rule):
-            return []
-        return [_event(rule, state, history.step, evidence)]
+            return None
+        word, since = ("fired", state.since) if state.firing else ("cleared", history.step)
+        texts = (rule.sentence, rule.remedy, dict(evidence or {}))
+        return Event(history.step, rule.name, rule.severity, word, *texts, since)
 
 
 class _State:
@@ -147,20 +125,6 @@ class _State:
         return changes
 
 
-def load_rules(paths: Sequence[str], ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return the rules of the table without the ignored ones, and then those at dotted paths."""
-    rules = {rule.name: rule for rule in RULES}
-    for path in paths:
-        found = import_object(path, "health rule")
-        found = [found] if isinstance(found, Rule) else found
-        if not isinstance(found, (list, tuple)) or not all(isinstance(rule, Rule) for rule in found):
-            raise ValueError(f"health.rules: {path} is a {type(found).__name__}; it must be a Rule or a list of them")
-        rules |= {rule.name: rule for rule in found}
-    if unknown := [name for name in ignore if name not in rules]:
-        raise ValueError(f"health.ignore={list(ignore)}: unknown rule {unknown[0]!r}{did_you_mean(unknown[0], rules)}")
-    return tuple(rule for name, rule in rules.items() if name not in ignore)
-
-
 def make_health(
     rules: Sequence[str] = (),
     ignore: Sequence[str] = (),
@@ -170,7 +134,7 @@ def make_health(
     """Build :class:`Health` from settings.
 
     Args:
-        rules: further rules, see :func:`load_rules`.
+        rules: dotted paths of a :class:`Rule` or of a list of them; one with a name of the table replaces that rule.
         ignore: names of rules to leave out.
         stop_on: see :class:`Health`; names of ignored rules have no effect.
         rollback: ``on``, ``lr_factor`` and ``max_rollbacks``, see :class:`Health`. None never goes back.
@@ -178,10 +142,18 @@ def make_health(
     Raises:
         ValueError: if a name is unknown or a number is out of range.
     """
-    table, given = load_rules(rules, ignore), dict(rollback or {})
-    return Health(
-        table, stop_on=[name for name in stop_on if name not in ignore], rollback_on=given.pop("on", ()), **given
-    )
+    table = {rule.name: rule for rule in RULES}
+    for path in rules:
+        found = import_object(path, "health rule")
+        found = [found] if isinstance(found, Rule) else found
+        if not isinstance(found, (list, tuple)) or not all(isinstance(rule, Rule) for rule in found):
+            raise ValueError(f"health.rules: {path} is a {type(found).__name__}; it must be a Rule or a list of them")
+        table |= {rule.name: rule for rule in found}
+    if unknown := [name for name in ignore if name not in table]:
+        raise ValueError(f"health.ignore={list(ignore)}: unknown rule {unknown[0]!r}{did_you_mean(unknown[0], table)}")
+    chosen, given = [rule for name, rule in table.items() if name not in ignore], dict(rollback or {})
+    kept = [name for name in stop_on if name not in ignore]
+    return Health(chosen, stop_on=kept, rollback_on=given.pop("on", ()), **given)
 
 
 def check_names(argument: str, given: Sequence[str], rules: Sequence[str]) -> None:
@@ -190,15 +162,3 @@ def check_names(argument: str, given: Sequence[str], rules: Sequence[str]) -> No
         if name not in rules and name not in SEVERITIES:
             hint = did_you_mean(name, [*rules, *SEVERITIES])
             raise ValueError(f"{argument}={list(given)}: {name!r} is no rule and no severity{hint}")
-
-
-def _has_value(rule: Rule, history: History) -> bool:
-    names = [name for pattern in rule.at or rule.metrics[:1] for name in (pattern, *history.matching(pattern))]
-    return any(name in history.current for name in names)
-
-
-def _event(rule: Rule, state: _State, step: int, evidence: Evidence | None) -> Event:
-    event = Event(
-        step, rule.name, rule.severity, "fired", rule.sentence, rule.remedy, dict(evidence or {}), state.since
-    )
-    return event if state.firing else replace(event, state="cleared", since=step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -16,13 +16,13 @@ WINDOW = 50  # latest values that are kept
 
 
 class Series:
-    """Finite values of one metric: the first ``START``, the latest ``WINDOW``, and the range of the moving median."""
+    """Finite values of one metric: the first ``START``, the latest ``WINDOW``, and the highest moving median."""
 
     def __init__(self) -> None:
         self.first: list[float] = []
         self.window: deque[float] = deque(maxlen=WINDOW)
         self.count = 0
-        self.low, self.high = math.inf, -math.inf
+        self.high = -math.inf
 
     def append(self, value: float) -> None:
         """Add the value of a step."""
@@ -31,8 +31,7 @@ class Series:
         if len(self.first) < START:
             self.first.append(value)
         if self.count >= RECENT:
-            recent = self.recent(RECENT)
-            self.low, self.high = min(self.low, recent), max(self.high, recent)
+            self.high = max(self.high, self.recent(RECENT))
 
     def recent(self, n: int) -> float:
         """Return the median of the latest ``n`` values."""
@@ -41,14 +40,12 @@ class Series:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values kept."""
-        extremes = {"low": self.low, "high": self.high}
-        return {"first": list(self.first), "window": list(self.window), "count": self.count} | extremes
+        return {"first": list(self.first), "window": list(self.window), "count": self.count, "high": self.high}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values of :meth:`state_dict`."""
-        self.first, self.count = list(state["first"]), state["count"]
+        self.first, self.count, self.high = list(state["first"]), state["count"], state["high"]
         self.window = deque(state["window"], maxlen=WINDOW)
-        self.low, self.high = state["low"], state["high"]
 
 
 class History:
@@ -65,7 +62,7 @@ class History:
         (0.8, 0.1, 0.6)
     """
 
-    def __init__(self, patterns: Iterator[str] | list[str]) -> None:
+    def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = tuple(dict.fromkeys(patterns))
         self._kept: dict[str, bool] = {}  # whether a name matches a pattern
         self._series: dict[str, Series] = {}
@@ -119,10 +116,6 @@ class History:
         """Return the highest median of ``RECENT`` consecutive values; None before there are that many."""
         return self._series[name].high if self.count(name) >= RECENT else None
 
-    def lowest(self, name: str) -> float | None:
-        """Return the lowest median of ``RECENT`` consecutive values; None before there are that many."""
-        return self._series[name].low if self.count(name) >= RECENT else None
-
     def matching(self, pattern: str) -> list[str]:
         """Return the names of all metrics so far that match a pattern, in alphabetical order."""
         if pattern not in self._matches:
@@ -162,23 +155,18 @@ class Rule:
         metrics: names of the metrics that it reads, with ``*`` for any text.
         sentence: what is wrong, in one sentence.
         remedy: what to do about it.
-        healthy: range of a healthy run, in words.
-        source: paper or page that the range comes from, or the measurement that it was chosen by.
         severity: ``"info"`` for a fact, ``"warn"`` for a likely failure, ``"stop"`` for a failure that no run recovers
             from.
         patience: consecutive evaluations with evidence before the rule fires.
         recovery: consecutive evaluations without evidence before it clears.
         at: metrics of which a step must have one for an evaluation of the rule. Empty takes the first of ``metrics``.
-        clock: True if the metrics depend on the clock, such as seconds.
 
     Raises:
         ValueError: if a field is out of range.
 
     Example:
         >>> short = lambda history: {"length": now} if (now := history.now("completions/mean_length")) < 3 else None
-        >>> rule = Rule(
-        ...     "short", short, ("completions/mean_length",), "Completions are short.", "Read some.", "above 3", "own"
-        ... )
+        >>> rule = Rule("short", short, ("completions/mean_length",), "Completions are short.", "Read some.")
         >>> rule.severity
         'warn'
     """
@@ -188,13 +176,10 @@ class Rule:
     metrics: tuple[str, ...]
     sentence: str
     remedy: str
-    healthy: str
-    source: str
     severity: Literal["info", "warn", "stop"] = "warn"
     patience: int = 1
     recovery: int = 10
     at: tuple[str, ...] = ()
-    clock: bool = False
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
@@ -211,18 +196,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Event:
-    """A rule that fired or cleared at a step.
-
-    Attributes:
-        step: number of the step.
-        rule: name of the rule.
-        severity: severity of the rule.
-        state: ``"fired"`` or ``"cleared"``.
-        sentence: what is wrong.
-        remedy: what to do about it.
-        evidence: values by name.
-        since: first step of the evidence; the step itself for a rule that cleared.
-    """
+    """A rule that fired or cleared at a step; ``since`` is the first step of the evidence."""
 
     step: int
     rule: str
