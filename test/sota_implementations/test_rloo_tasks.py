@@ -180,7 +180,7 @@ def test_mixture_draws_rewards_judges_and_logs_each_task(tiny, tmp_path):
 
 def test_help_names_the_tasks_and_engines_that_there_are(tmp_path):
     assert set(TASK_FILES) == {"mixture", "custom", *EMBEDDED_TASKS, *TASKS}
-    command = [sys.executable, str(recipe_file("rloo")), "--help"]
+    command = [sys.executable, str(recipe_file("rloo")), "--help-all"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path).stdout
     for group in ("task", "inference"):
         listed = re.search(rf"^ *{group}= +(.*)$", shown, re.MULTILINE)[1]
