@@ -10,7 +10,7 @@ import time
 import pytest
 
 from support.waiting import wait_until
-from torchrl_rloo.rewards.executor_async import run_async
+from torchrl_rloo.rewards.executors import run_async
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure
 
 

@@ -22,8 +22,7 @@ from torchrl_rloo.rewards.protocol import (
     call_reward_async,
     reward_name,
 )
-from torchrl_rloo.rewards.tasks import ByTask, ForTask
-from torchrl_rloo.rewards.wrapping import Shuffled
+from torchrl_rloo.rewards.wrapping import ByTask, ForTask, Shuffled
 from torchrl_rloo.runtime.lookup import is_async
 
 WRAPPERS = {

@@ -41,7 +41,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "ray/object_store": ("sampler",),
     "replay/advantage": ("advantage", "plan"),
     "replay/credit": ("advantage", "reward"),
-    "rewards/executor_process": ("reward.executor",),
     "rewards/executors": ("reward.executor",),
     "rewards/runner": ("reward",),
     "run": ("", "log", "checkpoint"),

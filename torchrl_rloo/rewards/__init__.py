@@ -28,7 +28,6 @@ from torchrl_rloo.rewards.protocol import (
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
 from torchrl_rloo.rewards.remote import RemoteScorer
 from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
-from torchrl_rloo.rewards.tasks import ByTask, ForTask
 from torchrl_rloo.rewards.trl import (
     accuracy_reward,
     get_cosine_scaled_reward,
@@ -37,7 +36,7 @@ from torchrl_rloo.rewards.trl import (
     reasoning_accuracy_reward,
     think_format_reward,
 )
-from torchrl_rloo.rewards.wrapping import RewardWrapper, Shuffled
+from torchrl_rloo.rewards.wrapping import ByTask, ForTask, RewardWrapper, Shuffled
 
 __all__ = [
     "REWARDS",

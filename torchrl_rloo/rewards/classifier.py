@@ -22,9 +22,7 @@ class SequenceClassifier:
     generation prompt. Plain texts are joined, and the tokenizer adds its special tokens. The model is loaded at the
     first call. A pickle holds only its name, or the weights if ``model`` is a module. Rows are sorted by length and
     padded on the right. Their order and ``batch_size`` change scores only by rounding (2e-6 at scores around 1 in
-    float32).
-
-    Each call sets evaluation mode and disables gradients. Calls from several threads are executed one after another.
+    float32). Each call sets evaluation mode and disables gradients. Calls of several threads are executed in turn.
 
     Metric: ``<name>/overlong``, the share of rows with more than ``max_length`` tokens, before any truncation.
 
@@ -158,12 +156,7 @@ class SequenceClassifier:
         return logits[:, self.label or 0].float().tolist()
 
     def prepare(self) -> None:
-        """Load the model and its tokenizer, unless they are loaded.
-
-        Raises:
-            OSError: if the model does not exist.
-            ValueError: if the model cannot score; see the class.
-        """
+        """Load the model and its tokenizer, unless they are loaded; raise what the class says."""
         self._load()
 
     def _load(self) -> tuple[torch.nn.Module, Any]:
@@ -205,20 +198,9 @@ class SequenceClassifier:
 
 
 def scored_ids(tokenizer: Any, prompt: Any, completion: Any, **template_kwargs: Any) -> list[int]:
-    """Return the token ids of a trajectory for a reward model, in training and in scoring.
+    """Return the ``[T]`` token ids of a trajectory for a reward model, in training and in scoring.
 
-    Args:
-        tokenizer: tokenizer of the reward model.
-        prompt: text or chat messages.
-        completion: text or chat messages, of the same kind as ``prompt``.
-        **template_kwargs: keyword arguments of the chat template.
-
-    Returns:
-        ``[T]`` token ids of prompt and completion.
-
-    Raises:
-        TypeError: if only one of ``prompt`` and ``completion`` is text.
-        ValueError: if they are messages and the tokenizer has no chat template.
+    Prompt and completion are both texts, else ``TypeError``, or both messages, which require a chat template.
     """
     from torchrl_rloo.data.templates import encode_messages, join_conversation
 
@@ -232,19 +214,10 @@ def scored_ids(tokenizer: Any, prompt: Any, completion: Any, **template_kwargs: 
 def load_classifier(
     name: str, *, dtype: str = "float32", label: int | None = None, **model_kwargs: Any
 ) -> torch.nn.Module:
-    """Load a sequence classifier in evaluation mode on the CPU.
+    """Load a sequence classifier or an adapter of one in evaluation mode on the CPU.
 
-    Args:
-        name: hub id, or directory of a model or of a LoRA adapter.
-        dtype: ``"float32"``, ``"bfloat16"``, ...
-        label: index of the logit to use. None loads an adapter onto a base model with one label; otherwise also pass
-            ``num_labels=``.
-        **model_kwargs: keyword arguments of ``from_pretrained``.
-
-    Raises:
-        ValueError: if ``dtype`` is unknown or the checkpoint has no classification head.
-        ImportError: if an adapter is loaded without peft.
-        OSError: if the model does not exist.
+    A ``label`` of None loads an adapter onto a base model with one label; otherwise also pass ``num_labels=``. Raise
+    ``ValueError`` if the checkpoint has no classification head.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.peft_utils import find_adapter_config_file

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from torchrl_rloo.rewards.protocol import final_text
+from torchrl_rloo.rewards.protocol import RowReward
 
 _LANGUAGES = (
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
@@ -65,9 +65,6 @@ def count_sentences(text: str) -> int:
     or an initial (``Dr. J. Smith``) ends none. The dot of another abbreviation (``5 p.m.``, ``etc.``) and an ellipsis
     end one only before a capital letter that begins a common first word. Source: the idea of NLTK's Punkt (Kiss and
     Strunk 2006), without its learned tables.
-
-    >>> count_sentences("Dr. Smith met Mr. Jones at 5 p.m. on Monday. He left.")
-    2
     """
     for mark in "\u3002\uff01\uff1f":
         text = text.replace(mark, "! ")
@@ -100,16 +97,7 @@ _TOKEN = re.compile(r"[^\s,;:!?()\[\]{}\"]+")
 
 
 def compare(count: int, bound: int, relation: str) -> bool:
-    """Return whether a count satisfies a bound.
-
-    Args:
-        count: number of occurrences.
-        bound: number to compare with.
-        relation: ``"at least"``, ``"less than"``, ``"at most"`` or ``"exactly"``.
-
-    Raises:
-        ValueError: if ``relation`` is unknown.
-    """
+    """Return whether a count is ``"at least"``, ``"less than"``, ``"at most"`` or ``"exactly"`` the bound."""
     relations = {
         "at least": count >= bound,
         "less than": count < bound,
@@ -271,7 +259,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
 }
 
 
-class InstructionFollowing:
+class InstructionFollowing(RowReward):
     """Reward of 1.0 where a completion follows all instructions of its row, else 0.0. ``partial`` scores their share.
 
     This is IFEval's strict accuracy: the text is judged unchanged, by its published definitions. An empty text follows
@@ -301,23 +289,12 @@ class InstructionFollowing:
         self, *, partial: bool = False, ids_column: str = "instruction_id_list", arguments_column: str = "kwargs"
     ):
         self.partial, self.ids_column, self.arguments_column = partial, ids_column, arguments_column
+        self.reads = (ids_column, arguments_column)
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
-    ) -> list[float | None]:
-        """Return ``B`` scores in [0, 1], None where a row has no instructions.
-
-        Raises:
-            KeyError: if a column is missing.
-            ValueError: if an instruction is unknown or lacks an argument.
-        """
-        for column in (self.ids_column, self.arguments_column):
-            if column not in columns:
-                raise KeyError(f"{self.__name__} requires column {column!r}; the rows have {sorted(columns)}")
-        rows = zip(completions, columns[self.ids_column], columns[self.arguments_column], strict=True)
-        return [self._score(final_text(c), ids, arguments) if ids else None for c, ids, arguments in rows]
-
-    def _score(self, text: str, ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]) -> float:
+    def score(self, text: str, ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]) -> float | None:
+        """Return the score, None without instructions; raise ``ValueError`` if one is unknown or lacks an argument."""
+        if not ids:
+            return None
         if len(ids) != len(arguments):
             raise ValueError(
                 f"{len(ids)} instructions {ids} must have as many {self.arguments_column}, got {len(arguments)}"

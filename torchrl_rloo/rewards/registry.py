@@ -19,7 +19,7 @@ REWARDS: dict[str, str] = {
     "cosine_scaled": "torchrl_rloo.rewards.accuracy.CosineScaled",
     "countdown": "torchrl_rloo.rewards.countdown.Countdown",
     "exact_match": "torchrl_rloo.rewards.matching.ExactMatch",
-    "for_task": "torchrl_rloo.rewards.tasks.ForTask",
+    "for_task": "torchrl_rloo.rewards.wrapping.ForTask",
     "instruction_following": "torchrl_rloo.rewards.instructions.InstructionFollowing",
     "json_schema": "torchrl_rloo.rewards.formats.JSONSchema",
     "length": "torchrl_rloo.rewards.lengths.Length",

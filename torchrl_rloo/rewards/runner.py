@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torchrl_rloo.rewards.executor_async import run_async
-from torchrl_rloo.rewards.executors import Executor, InlineExecutor
+from torchrl_rloo.rewards.executors import Executor, InlineExecutor, run_async
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
 from torchrl_rloo.rewards.matching import last_boxed
-from torchrl_rloo.rewards.math_judge import shared_judge
+from torchrl_rloo.rewards.process_judge import shared_judge
 
 _PROBLEMS = ("problem", "question", "prompt")
 _ANSWERS = ("final_answer", "answer", "solution")
