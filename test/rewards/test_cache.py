@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from torchrl_rloo.rewards.judge import DiskCache, LenientCache, cache_key
+from torchrl_rloo.rewards.judge import DiskCache, cache_key
 
 
 def fill(path, worker, n):
@@ -34,7 +34,7 @@ def test_only_what_is_there_comes_back_and_the_last_value_counts(tmp_path):
     cache.put("a", 1)
     cache.put("a", 2)
     cache.put("n", None)
-    assert cache.get_many(["a", "b", "n"]) == {"a": 2, "n": None} and len(cache) == 2
+    assert cache.get_many(["a", "b", "n"]) == {"a": 2, "n": None}
 
 
 def test_threads_and_processes_write_at_the_same_time(tmp_path):
@@ -48,20 +48,14 @@ def test_threads_and_processes_write_at_the_same_time(tmp_path):
         worker.join(60)
     assert all(w.exitcode == 0 for w in workers[:3])
     cache = DiskCache(path)
-    assert len(cache) == 6 * 10 + 1
-    assert cache.get_many(["p2/9", "t0/0"]) == {"p2/9": ["p2", 9], "t0/0": ["t0", 0]}
+    keys = [f"{kind}{w}/{i}" for kind in "pt" for w in range(3) for i in range(10)]
+    assert cache.get_many(keys) == {key: [key[:2], int(key[3:])] for key in keys}
 
 
 def test_pickles_after_use(tmp_path):
     cache = DiskCache(tmp_path / "c")
     cache.put("a", 1)
     assert pickle.loads(pickle.dumps(cache)).get_many(["a"]) == {"a": 1}
-
-
-def test_a_file_that_is_no_cache_is_named(tmp_path):
-    (tmp_path / "c").write_text("not a database " * 100)
-    with pytest.raises(OSError, match=f"{tmp_path / 'c'}.*not a database"):
-        DiskCache(tmp_path / "c").get_many(["a"])
 
 
 def test_a_key_depends_on_values_and_not_on_their_order():
@@ -85,13 +79,13 @@ def test_a_run_continues_without_a_damaged_cache(tmp_path, caplog, name):
     for i in range(40):
         filled.put(str(i), "x" * 500)
     path.write_bytes(path.read_bytes()[:6000] if FOREIGN[name] is None else FOREIGN[name])
-    cache = LenientCache(path)
+    cache = DiskCache(path)
     for i in range(40):
         assert cache.get_many([str(i)]) in ({}, {str(i): "x" * 500})
         cache.put(str(i), "x" * 500)
     assert caplog.text.count("the run continues without the cache") == 1 and str(path) in caplog.text
     path.unlink()
-    fresh = LenientCache(path)
+    fresh = DiskCache(path)
     fresh.put("0", 1)
     assert fresh.get_many(["0"]) == {"0": 1}
 
@@ -131,7 +125,7 @@ def test_no_flipped_bit_changes_a_value(tmp_path, caplog):
         changed = bytearray(content)
         changed[place] ^= 1 << rng.randrange(8)
         cache.path.write_bytes(changed)
-        found.append(LenientCache(cache.path).get_many(values))
+        found.append(DiskCache(cache.path).get_many(values))
         assert found[-1].items() <= values.items()
     assert any(len(some) < len(values) for some in found)
 
@@ -142,7 +136,7 @@ def test_no_flipped_bit_changes_a_value(tmp_path, caplog):
 def test_a_database_of_something_else_is_survived(tmp_path, schema, caplog):
     with sqlite3.connect(tmp_path / "c") as db:
         db.execute(f"CREATE TABLE {schema}")
-    cache = LenientCache(tmp_path / "c")
+    cache = DiskCache(tmp_path / "c")
     cache.put("a", 1)
     assert cache.get_many(["a"]) in ({}, {"a": 1})
     assert ("continues without" in caplog.text) == ("answers" in schema)
@@ -158,13 +152,13 @@ def test_a_path_that_is_no_file_is_named(tmp_path, kind, caplog):
         path.symlink_to("/dev/null")
     else:
         path.mkdir() if kind == "folder" else os.mkfifo(path)
-    cache = LenientCache(path)
+    cache = DiskCache(path)
     cache.put("a", 1)
     assert cache.get_many(["a"]) == {} and str(tmp_path / "c") in caplog.text
 
 
 def test_a_locked_file_costs_one_wait(tmp_path, caplog):
-    cache = LenientCache(tmp_path / "c", timeout=0.2)
+    cache = DiskCache(tmp_path / "c", timeout=0.2)
     cache.put("a", 1)
     other = sqlite3.connect(tmp_path / "c")
     other.execute("BEGIN EXCLUSIVE")
@@ -175,7 +169,7 @@ def test_a_locked_file_costs_one_wait(tmp_path, caplog):
         cache.put("b", 2)
     other.close()
     assert attempts == [{}] * 500 and caplog.text.count("database is locked") == 1
-    assert LenientCache(tmp_path / "c").get_many(["a", "b"]) == {"a": 1}
+    assert DiskCache(tmp_path / "c").get_many(["a", "b"]) == {"a": 1}
 
 
 @pytest.mark.parametrize("how", ["full", "read-only"])
@@ -185,13 +179,13 @@ def test_a_disk_that_takes_nothing_is_named_and_survived(tmp_path, caplog, how):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", disk], capture_output=True).returncode:
         pytest.skip("only root can mount a file system")
     try:
-        cache = LenientCache(disk / "c")
+        cache = DiskCache(disk / "c")
         cache.put("a", "kept")
         if how == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         for i in range(20):
             cache.put(str(i), "x" * 20_000)
-        found = LenientCache(disk / "c").get_many(["a", *map(str, range(20))])
+        found = DiskCache(disk / "c").get_many(["a", *map(str, range(20))])
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
     assert set(found.values()) <= {"kept", "x" * 20_000} and len(found) < 20
@@ -201,7 +195,7 @@ def test_a_disk_that_takes_nothing_is_named_and_survived(tmp_path, caplog, how):
 def test_it_is_tried_again_later(tmp_path, monkeypatch):
     monkeypatch.setattr("torchrl_rloo.rewards.judge._PAUSE", 0.0)
     (tmp_path / "c").write_bytes(b"\xff" * 99)
-    cache = LenientCache(tmp_path / "c")
+    cache = DiskCache(tmp_path / "c")
     cache.put("a", 1)
     assert cache.get_many(["a"]) == {}
     (tmp_path / "c").unlink()

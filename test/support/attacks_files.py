@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.rewards.judge import LenientCache
+from torchrl_rloo.rewards.judge import DiskCache
 from torchrl_rloo.run import Checkpointer
 
 MAX_MEMORY_KB = 300_000  # growth of the process in one attack, far above that of any file here
@@ -234,7 +234,7 @@ def attack_cache(path: Path, content: bytes, rng: random.Random) -> str | None:
                 db.execute("UPDATE answers SET value = ? WHERE key = ?", (value, key))
         except (sqlite3.Error, UnicodeError):  # the message of an error may be damaged, too
             path.write_bytes(content)
-    cache = LenientCache(path, timeout=0.1)
+    cache = DiskCache(path, timeout=0.1)
     try:
         found = cache.get_many(["a", "b", "c"])
         if any(found[key] != CACHED[key] for key in found):
@@ -269,7 +269,7 @@ def attack(count: int, seed: int) -> dict[str, Any]:
         for step in (1, 2):
             checkpointer.save(step, saved_state(step))
         checkpoint = (folder / "checkpoints" / "step_00000002.pt").read_bytes()
-        cache = LenientCache(folder / "cache")
+        cache = DiskCache(folder / "cache")
         for key in ("a", "b"):
             cache.put(key, CACHED[key])
         database = (folder / "cache").read_bytes()

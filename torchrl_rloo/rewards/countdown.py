@@ -15,49 +15,17 @@ from torchrl_rloo.rewards.protocol import RowReward
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _EXPRESSION = re.compile(r"[0-9+\-*/(). ]{1,200}")
-_SIGNS = {  # spellings of the four signs, longest first
-    "*": (
-        "\\times",
-        "\\cdot",
-        "\\ast",
-        "*",
-        "\u00d7",
-        "\u00b7",
-        "\u22c5",
-        "\u2217",
-        "\u2022",
-        "\u2715",
-        "\u2a2f",
-        "\uff0a",
-        "x",
-        "X",
-    ),
-    "/": ("\\div", "\u00f7", "\u2215", "\u2044"),
-    "-": ("\u2212", "\u2013", "\u2014", "\ufe63", "\uff0d", "\u2010", "\u2011"),
-    "+": ("\uff0b", "\ufe62"),
-    "(": ("{", "\\left(", "\\bigl(", "[", "\\left[", "\uff08"),
-    ")": ("}", "\\right)", "\\bigr)", "]", "\\right]", "\uff09"),
-    " ": (
-        "\\,",
-        "\\;",
-        "\\!",
-        "\\:",
-        "\\ ",
-        "\\(",
-        "\\)",
-        "\\[",
-        "\\]",
-        "$",
-        "`",
-        "\n",
-        "\r",
-        "\t",
-        "\u00a0",
-        "\u2009",
-        "\u202f",
-    ),
+_SIGNS = {  # spellings of the signs
+    "*": "\\times \\cdot \\ast * \u00d7 \u00b7 \u22c5 \u2217 \u2022 \u2715 \u2a2f \uff0a x X",
+    "/": "\\div \u00f7 \u2215 \u2044",
+    "-": "\u2212 \u2013 \u2014 \ufe63 \uff0d \u2010 \u2011",
+    "+": "\uff0b \ufe62",
+    "(": "{ \\left( \\bigl( [ \\left[ \uff08",
+    ")": "} \\right) \\bigr) ] \\right] \uff09",
+    " ": "\\, \\; \\! \\: \\( \\) \\[ \\] $ `",
 }
-_SPELLINGS = {spelling: sign for sign, spellings in _SIGNS.items() for spelling in spellings}
+_SPELLINGS = {spelling: sign for sign, spellings in _SIGNS.items() for spelling in spellings.split()}
+_SPELLINGS |= dict.fromkeys(("\\ ", "\n", "\r", "\t", "\u00a0", "\u2009", "\u202f"), " ")
 _SPELLED = re.compile("|".join(re.escape(s) for s in sorted(_SPELLINGS, key=len, reverse=True)))
 _MAX_CHARS = 1000  # before signs are unified
 _FRACTION = re.compile(r"\\[dt]?frac\s?\{([^{}]*)\}\s?\{([^{}]*)\}")

@@ -287,11 +287,7 @@ class ProcessExecutor:
         self._sent: dict[int, tuple[RewardFunction, int, bytes]] = {}
 
     def prepare(self, function: RewardFunction) -> None:
-        """Serialize a function for the workers, which get the bytes of its first call.
-
-        Raises:
-            TypeError: if the function cannot be pickled.
-        """
+        """Serialize a function for the workers, which get the bytes of its first call; raise ``TypeError`` if unable."""
         if id(function) in self._sent:
             return
         try:

@@ -26,15 +26,8 @@ class Quarantine:
     A failed write loses its line, never the run: the first of several in a row is logged, and the next line is tried
     again. The file is never written through a symbolic link.
 
-    Args:
-        path: file, created with its folder at the first line. None disables it.
-
-    Attributes:
-        lines: function -> number of lines written.
-        lost: function -> number of lines that could not be written.
-
-    Raises:
-        ValueError: if ``path`` is a folder.
+    The file is created with its folder at the first line; a path of None disables it. Counts by function are ``lines``
+    written and ``lost``.
     """
 
     def __init__(self, path: str | os.PathLike | None):
@@ -63,11 +56,7 @@ class Quarantine:
             self.lines[function] += 1
 
     def rewind(self, step: int) -> None:
-        """Remove the lines of ``step`` and later: a run that resumes from a checkpoint writes them again.
-
-        Args:
-            step: first ``trainer_state.global_step`` to remove; 0 removes all lines.
-        """
+        """Remove the lines of ``step`` and later: a run that resumes from a checkpoint writes them again."""
         if self.path is None or not self.path.is_file():
             return
         kept = [line for line in self.path.read_bytes().splitlines(keepends=True) if _step(line) < step]

@@ -48,7 +48,6 @@ TRL_NAMES: dict[str, str] = {
 }
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
 
-
 RewardSpec = RewardFunction | str | Mapping[str, Any]
 
 

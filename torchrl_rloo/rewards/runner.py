@@ -27,6 +27,8 @@ from torchrl_rloo.runtime.clock import Histogram
 from torchrl_rloo.runtime.lookup import is_async
 from torchrl_rloo.runtime.threads import PackageThread
 
+MAX_FLOAT32 = 3.4028234663852886e38  # largest finite float32
+MAX_EXCERPT_CHARS = 200  # characters of a prompt or completion in a log line
 MAX_SAMPLES = 8  # completions that are scored in both forms
 FORM_ERRORS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # what the wrong form usually raises
 
@@ -39,6 +41,9 @@ _MESSAGES = (
     "(model.chat_template), or read the completion itself"
 )
 
+_LOGGER = logging.getLogger(__name__)
+_COUNTERS_LOCK = threading.Lock()  # guards counters and histograms: several threads may score batches
+
 Run = Callable[[Sequence[RewardBatch]], "list[RewardCall | RewardFailure]"]
 
 
@@ -46,11 +51,7 @@ def form_hint(function: RewardFunction, batch: RewardBatch, run: Run) -> str:
     """Return advice if a function tells completions apart only in their other form; "" otherwise.
 
     Functions for TRL's standard format expect texts. On messages they fail, or give all the same score (``len``).
-
-    Args:
-        function: reward function. Those of this package read both forms.
-        batch: trajectories in the form that the run has.
-        run: function that scores batches with ``function``.
+    Functions of this package read both forms.
     """
     while (inner := getattr(function, "function", None) or getattr(function, "func", None)) is not None:
         function = inner
@@ -81,10 +82,8 @@ def _scores(run: Run, batch: RewardBatch) -> list[float | None] | None:
 def _other_form(batch: RewardBatch) -> RewardBatch | None:
     """Return texts as messages, or single messages as texts; None for longer conversations."""
     if isinstance(batch.completions[0], str):
-        prompts, completions = (
-            [_said(role, text) for text in texts]
-            for role, texts in (("user", batch.prompts), ("assistant", batch.completions))
-        )
+        prompts = [[{"role": "user", "content": text}] for text in batch.prompts]
+        completions = [[{"role": "assistant", "content": text}] for text in batch.completions]
     elif all(len(completion) == 1 for completion in batch.completions):
         prompts = [prompt if isinstance(prompt, str) else prompt[-1].get("content", "") for prompt in batch.prompts]
         completions = [final_text(completion) for completion in batch.completions]
@@ -93,25 +92,14 @@ def _other_form(batch: RewardBatch) -> RewardBatch | None:
     return replace(batch, prompts=prompts, completions=completions)
 
 
-def _said(role: str, text: Any) -> list[dict[str, Any]]:
-    return [{"role": role, "content": text}]
-
-
-_LOGGER = logging.getLogger(__name__)
-
-
 def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
     """Find the trajectories that differ in prompt, completion, ids, a column or truncation.
 
-    Values that cannot be compared (arrays, for example) count as different.
+    Return the index of the first trajectory of each set of identical ones, and for each trajectory the position of its
+    set. Values that cannot be compared (arrays, for example) count as different.
 
-    Returns:
-        Tuple ``(first, places)``. ``first`` holds the index of the first trajectory of each set of identical ones.
-        ``places[i]`` is the position in ``first`` of the set of trajectory ``i``.
-
-    Example:
-        >>> find_distinct(RewardBatch(["p", "q", "p"], ["a", "a", "a"], [[1], [1], [1]]))
-        ([0, 1], [0, 1, 0])
+    >>> find_distinct(RewardBatch(["p", "q", "p"], ["a", "a", "a"], [[1], [1], [1]]))
+    ([0, 1], [0, 1, 0])
     """
     first: list[int] = []
     places: list[int] = []
@@ -143,19 +131,8 @@ def _is_identical(batch: RewardBatch, i: int, j: int) -> bool:
         return False
 
 
-MAX_FLOAT32 = 3.4028234663852886e38  # largest finite float32
-MAX_EXCERPT_CHARS = 200  # characters of a prompt or completion in a log line
-
-_COUNTERS_LOCK = threading.Lock()  # guards counters and histograms: several threads may score batches
-
-
 class RewardFailureError(RuntimeError):
-    """Error of a reward function that failed on ``max_consecutive_failures`` samples in a row.
-
-    Args:
-        report: what failed, how often, and where the samples are.
-        remedy: what to change.
-    """
+    """Error of a reward function that failed on ``max_consecutive_failures`` samples in a row."""
 
     def __init__(self, report: str, remedy: str = ""):
         super().__init__(f"{report} {remedy}".rstrip())
@@ -164,17 +141,11 @@ class RewardFailureError(RuntimeError):
 
 @dataclass
 class RewardScores:
-    """Scores of ``F`` reward functions for ``B`` trajectories.
+    """Scores of ``F`` reward functions for ``B`` trajectories."""
 
-    Attributes:
-        scores: ``F`` lists of ``B`` finite numbers, None where a function abstained or failed.
-        extra: columns from ``log_extra``, ``B`` values each, None where a trajectory has no value.
-        metrics: mean of the ``log_metric`` values over all calls, by name.
-    """
-
-    scores: list[list[float | None]]
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    scores: list[list[float | None]]  # F lists of B finite numbers, None where a function abstained or failed
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, None where a row has none
+    metrics: dict[str, float] = field(default_factory=dict)  # means of the `log_metric` values over all calls
 
 
 class RewardRunner:
@@ -353,12 +324,7 @@ class RewardRunner:
         return outcome
 
     def form_hints(self, batch: RewardBatch, functions: Sequence[int] | None = None) -> dict[str, str]:
-        """Return advice by name of each function that expects the other form of completions; each is tried once.
-
-        Args:
-            batch: trajectories.
-            functions: indices of functions to try; None tries all.
-        """
+        """Return advice by name of each function (None tries all) that expects the other form; each is tried once."""
         for k in range(len(self.functions)) if functions is None else functions:
             if self.names[k] not in self._hints:
                 self._hints[self.names[k]] = form_hint(self.functions[k], batch, partial(self._call, k))
@@ -483,11 +449,9 @@ def _excerpt(value: Any) -> str:
     if isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value):
         value = " | ".join(str(message.get("content")) for message in value)
     text = value if isinstance(value, str) else repr(value)
-    return (
-        text
-        if len(text) <= MAX_EXCERPT_CHARS
-        else f"{text[: MAX_EXCERPT_CHARS // 2]} [...] {text[-MAX_EXCERPT_CHARS // 2 :]}"
-    )
+    if len(text) <= MAX_EXCERPT_CHARS:
+        return text
+    return f"{text[: MAX_EXCERPT_CHARS // 2]} [...] {text[-MAX_EXCERPT_CHARS // 2 :]}"
 
 
 def _start_thread(function: Callable[[], None]) -> Future:
