@@ -304,11 +304,10 @@ def test_without_math_verify_the_extra_is_named():
 def test_timeouts_out_of_range(value):
     with pytest.raises(ValueError, match=f"timeout={value}"):
         MathAccuracy(timeout=value)
-
-
-def test_an_empty_column():
     with pytest.raises(ValueError, match="column=''"):
         MathAccuracy(column="")
+    with pytest.raises(ValueError, match="workers=0 must be at least 1"):
+        MathJudge(workers=0)
 
 
 def test_reasoning_delimiters(accuracy):
@@ -384,8 +383,3 @@ def test_the_worker_has_a_short_environment_and_limits(monkeypatch):
     assert "secret-of-the-trainer" not in open(f"/proc/{pid}/environ").read()
     limits = open(f"/proc/{pid}/limits").read()
     assert "2000000000" in next(line for line in limits.splitlines() if line.startswith("Max address space"))
-
-
-def test_workers_out_of_range():
-    with pytest.raises(ValueError, match="workers=0 must be at least 1"):
-        MathJudge(workers=0)

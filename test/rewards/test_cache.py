@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import random
 import sqlite3
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -19,14 +17,6 @@ def fill(path, worker, n):
     for i in range(n):
         cache.put(f"{worker}/{i}", [worker, i])
         cache.put("shared", worker)
-
-
-def test_values_survive_in_another_process(tmp_path):
-    cache = DiskCache(tmp_path / "new folder" / "answers.sqlite")
-    cache.put("k", {"score": 0.5, "reason": "{} ü \ud800"})
-    program = "import sys; from torchrl_rloo.rewards.judge import DiskCache as C; print(C(sys.argv[1]).get_many(['k']))"
-    out = subprocess.run([sys.executable, "-c", program, str(cache.path)], capture_output=True, text=True, timeout=60)
-    assert out.stdout.strip() == str({"k": {"score": 0.5, "reason": "{} ü \ud800"}}), out.stderr
 
 
 def test_only_what_is_there_comes_back_and_the_last_value_counts(tmp_path):
@@ -50,12 +40,6 @@ def test_threads_and_processes_write_at_the_same_time(tmp_path):
     cache = DiskCache(path)
     keys = [f"{kind}{w}/{i}" for kind in "pt" for w in range(3) for i in range(10)]
     assert cache.get_many(keys) == {key: [key[:2], int(key[3:])] for key in keys}
-
-
-def test_pickles_after_use(tmp_path):
-    cache = DiskCache(tmp_path / "c")
-    cache.put("a", 1)
-    assert pickle.loads(pickle.dumps(cache)).get_many(["a"]) == {"a": 1}
 
 
 def test_a_key_depends_on_values_and_not_on_their_order():
@@ -91,8 +75,7 @@ def test_a_run_continues_without_a_damaged_cache(tmp_path, caplog, name):
 
 
 @pytest.mark.parametrize(
-    "stored",
-    ["[0.9, 'x']", '[1.0, "x"]', "", None, 7, 0.5, b"\x00\xff", "f" * 32 + "[1.0]", "[" * 9999, "{", "NaN"],
+    "stored", ["[0.9, 'x']", '[1.0, "x"]', "", None, 7, 0.5, b"\x00\xff", "f" * 32 + "[1.0]", "[" * 9999, "{", "NaN"]
 )
 def test_a_value_without_its_checksum_is_missing(tmp_path, stored):
     cache = DiskCache(tmp_path / "c")

@@ -10,7 +10,8 @@ from torchrl_rloo.data import load_prompts
 from torchrl_rloo.diagnostics.checks import CHECKS, Facts, probe_rewards
 from torchrl_rloo.diagnostics.checks.probes import find_form_hints
 from torchrl_rloo.embedded import build_tokenizer
-from torchrl_rloo.rewards import RewardBatch, RewardFailureError, RewardRunner, boxed_accuracy
+from torchrl_rloo.rewards import RewardBatch, RewardRunner, boxed_accuracy
+from torchrl_rloo.rewards.runner import RewardFailureError
 
 ROWS = [{"prompt": f"{i}+{i}?", "answer": str(2 * i)} for i in range(6)]
 TO_TEXT, TO_CHAT = "it expects texts, but gets chat messages: set data.chat=false", "it expects chat messages, but gets"

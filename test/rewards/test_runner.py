@@ -242,15 +242,6 @@ def test_async_functions_run_beside_each_other_and_beside_the_rest():
     runner.close()
 
 
-def test_what_runs_in_line_runs_in_the_calling_thread():
-    def thread(completions, **_):
-        return [float(threading.get_ident())] * len(completions)
-
-    functions = [named(name, lambda completions, **_: thread(completions)) for name in "ab"]
-    runner = RewardRunner(functions, executor={name: InlineExecutor() for name in "ab"})
-    assert runner(batch_of("x")).scores == [[float(threading.get_ident())]] * 2
-
-
 def test_an_async_function_has_the_time_limit_of_its_executor():
     async def judge(completions, **_):
         await asyncio.sleep(1000 if completions == ["hang"] else 0)

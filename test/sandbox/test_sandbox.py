@@ -248,6 +248,7 @@ except RuntimeError as error:
     print(error)
 weaker = Sandbox(allow_weaker=True)
 print(len(weaker.missing), weaker.run("import os; os.fork()").ok, weaker.run("open('/etc/passwd')").ok)
+print(weaker.open().run("1").reason)
 """
 
 
@@ -260,9 +261,9 @@ def test_a_missing_layer_is_refused_by_default(layer: str, left: str):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", WITHOUT, layer]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60)
-    message, facts = result.stdout.splitlines()
+    message, facts, reason = result.stdout.splitlines()
     assert layer.split()[0] in message.lower() and "allow_weaker=True" in message
-    assert facts == left
+    assert (facts, reason) == (left, "ok")
 
 
 def test_unusable_settings_are_refused():

@@ -128,11 +128,7 @@ class ReasoningAccuracy(MathAccuracy):
     __name__ = "reasoning_accuracy"
 
     def __init__(
-        self,
-        reasoning_delimiters: Sequence[str] = ("</think>",),
-        *,
-        column: str = "solution",
-        timeout: float = 5.0,
+        self, reasoning_delimiters: Sequence[str] = ("</think>",), *, column: str = "solution", timeout: float = 5.0
     ):
         super().__init__(column=column, timeout=timeout)
         delimiters = () if isinstance(reasoning_delimiters, str) else tuple(reasoning_delimiters)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -110,7 +109,9 @@ class SequenceClassifier:
                 for prompt, completion in zip(prompts, completions, strict=True)
             ]
             # Truncate overlong rows, or leave them out
-            limit = self.max_length or _context_length(model, tokenizer)
+            most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            # The smaller limit of both: RoBERTa has two unusable positions, and a tokenizer may have no limit
+            limit = self.max_length or min(most or sys.maxsize, tokenizer.model_max_length)
             overlong = [len(ids) > limit for ids in rows]
             if log_metric is not None and rows:
                 log_metric(f"{self.__name__}/overlong", sum(overlong) / len(rows))
@@ -121,23 +122,17 @@ class SequenceClassifier:
             order = sorted((i for i, ids in enumerate(rows) if ids and not overlong[i]), key=lambda i: -len(rows[i]))
             scores: list[float | None] = [None] * len(rows)
             size = 1 if tokenizer.pad_token_id is None else self.batch_size
-            with self._on_device(model):
+            try:
+                if self.offload:
+                    model.to(device=self.device)
                 for start in range(0, len(order), size):
                     batch = order[start : start + size]
                     for i, score in zip(batch, self._forward(model, tokenizer, [rows[i] for i in batch]), strict=True):
                         scores[i] = score
+            finally:
+                if self.offload:
+                    model.to(device="cpu")
             return scores
-
-    @contextmanager
-    def _on_device(self, model: torch.nn.Module) -> Iterator[None]:
-        """Move an offloaded model to its device within the context."""
-        if self.offload:
-            model.to(device=self.device)
-        try:
-            yield
-        finally:
-            if self.offload:
-                model.to(device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_loaded", "_lock")}
@@ -171,7 +166,8 @@ class SequenceClassifier:
                 if "device_map" not in self.model_kwargs:
                     model = model.to(place or "cpu")
             else:
-                model = self.model.to(**_drop_none(device=place, dtype=self.dtype and parse_dtype(self.dtype)))
+                placement = {"device": place, "dtype": self.dtype and parse_dtype(self.dtype)}
+                model = self.model.to(**{name: value for name, value in placement.items() if value is not None})
             tokenizer = self._load_tokenizer(model)
             _check_head(model, self.label, self.__name__)
             _set_pad_token(model, tokenizer)
@@ -268,15 +264,5 @@ def _set_pad_token(model: torch.nn.Module, tokenizer: Any) -> None:
     config.pad_token_id = tokenizer.pad_token_id
 
 
-def _context_length(model: torch.nn.Module, tokenizer: Any) -> int:
-    """Return the smaller limit of both: RoBERTa has two unusable positions, and a tokenizer may have no limit."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(most or sys.maxsize, tokenizer.model_max_length)
-
-
 def _path_of(model: torch.nn.Module) -> str:
     return getattr(model, "name_or_path", "") or ""
-
-
-def _drop_none(**settings: Any) -> dict[str, Any]:
-    return {k: v for k, v in settings.items() if v is not None}

@@ -81,7 +81,11 @@ def resolve_names(
     imported = frozenset().union(*(text.imported for text in texts))
     read = {name for text in texts for name in text.read if not _is_dunder(name)} - defined
     bare = _bare_names((setup, *tests))
-    ambient = {name for name in read if _is_ambient(name, imported, bare)}
+    ambient = {
+        name
+        for name in read
+        if name in imported or hasattr(builtins, name) or name in BORROWED or (name in PURE and name not in bare)
+    }
     # What the program has to give
     program = set(given) | (instances & read) | ({candidate} & read - ambient)
     if given or candidate:
@@ -163,11 +167,6 @@ def _is_dunder(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def _is_ambient(name: str, imported: frozenset[str], bare: set[str]) -> bool:
-    """Return whether tests have a name without the program."""
-    return name in imported or hasattr(builtins, name) or name in BORROWED or (name in PURE and name not in bare)
-
-
 def _bare_names(texts: Sequence[str]) -> set[str]:
     """Return names that are read other than for an attribute: a module is only read so."""
     trees = [ast.parse(text) for text in texts if any(module in text for module in PURE)]
@@ -213,9 +212,7 @@ def _prelude_names(prelude: str) -> tuple[frozenset[str], frozenset[str]]:
 
 def _is_stub(node: ast.AST) -> bool:
     """Return whether a definition has no body but a docstring, ``pass``, ``...`` or ``raise``."""
-    if isinstance(node, ast.ClassDef):
-        return all(_is_stub(part) for part in node.body)
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return all(_is_stub(part) for part in node.body)
     constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return constant or isinstance(node, (ast.Pass, ast.Raise))

@@ -34,8 +34,9 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
+
+import cloudpickle
 
 from torchrl_rloo.rewards.executor_worker import DUMP_SIGNAL
 from torchrl_rloo.rewards.protocol import (
@@ -251,7 +252,6 @@ class ProcessExecutor:
 
     Raises:
         ValueError: if an argument is not positive.
-        ImportError: if cloudpickle is not installed.
 
     Example::
 
@@ -274,7 +274,6 @@ class ProcessExecutor:
             raise ValueError(f"memory={memory} must be at least {_MIN_MEMORY} bytes; use None for that of the machine")
         if isinstance(environment, str):
             raise ValueError(f"environment={environment!r} must be a list of names, as in [{environment!r}]")
-        _cloudpickle()
         self.workers, self.timeout, self.rows_per_call = workers, timeout, rows_per_call
         self.environment, self.memory = tuple(environment), memory
         self._reset()
@@ -287,11 +286,11 @@ class ProcessExecutor:
         self._sent: dict[int, tuple[RewardFunction, int, bytes]] = {}
 
     def prepare(self, function: RewardFunction) -> None:
-        """Serialize a function for the workers, which get the bytes of its first call; raise ``TypeError`` if unable."""
+        """Serialize a function, whose first bytes the workers get; raise ``TypeError`` if that fails."""
         if id(function) in self._sent:
             return
         try:
-            data = _cloudpickle().dumps(function)
+            data = cloudpickle.dumps(function)
         except Exception as error:
             raise TypeError(
                 f"reward {reward_name(function)} cannot be sent to a worker process: {type(error).__name__}: {error}; "
@@ -302,9 +301,7 @@ class ProcessExecutor:
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[Result]:
         """Call a function once per batch and return the results in order.
 
-        Raises:
-            TypeError: if the function cannot be pickled.
-            RuntimeError: if another thread closes the executor during the run.
+        Raise ``TypeError`` if it cannot be pickled, ``RuntimeError`` if another thread closes the executor.
         """
         # Start over in a forked process: the sockets of the workers belong to its parent
         if self._owner != os.getpid():
@@ -346,7 +343,7 @@ class ProcessExecutor:
     def _call(self, key: int, batch: RewardBatch) -> Message | RewardFailure:
         limit = math.inf if self.timeout is None else self.timeout * len(batch)
         try:
-            return Message("call", key, _cloudpickle().dumps(batch), limit)
+            return Message("call", key, cloudpickle.dumps(batch), limit)
         except Exception as error:
             failure = RewardFailure.from_exception(error)
             failure.message = f"the columns cannot be sent to a worker process: {failure.message}"
@@ -392,14 +389,6 @@ def _check_limits(workers: int, timeout: float | None, rows_per_call: int | None
         raise ValueError(f"timeout={timeout} must be a positive, finite number of seconds; use None to disable it")
     if rows_per_call is not None and rows_per_call < 1:
         raise ValueError(f"rows_per_call={rows_per_call} must be at least 1; use None for the whole batch")
-
-
-def _cloudpickle() -> ModuleType:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise ImportError('ProcessExecutor requires cloudpickle: pip install "torchrl_rloo[rewards]"') from error
-    return cloudpickle
 
 
 class Message(NamedTuple):
@@ -466,7 +455,7 @@ class Worker:
         """
         # Without a reply, check that the worker is alive and within its time limit
         if not readable:
-            if self.has_exited() and not self.connection.poll():
+            if self._helper.has_exited() and not self.connection.poll():
                 return self._fail_dead()
             return self._fail_hung() if perf_counter() >= self.deadline else None
         # Read the reply
@@ -487,22 +476,19 @@ class Worker:
         self.deadline = math.inf
         return reply
 
-    def has_exited(self) -> bool:
-        """Return whether the process has exited."""
-        return self._helper.has_exited()
-
     def is_idle(self) -> bool:
         """Return whether the process lives and waits for a call."""
-        return not self.connection.poll() and not self.has_exited()
+        return not self.connection.poll() and not self._helper.has_exited()
 
     def _fail_dead(self) -> RewardFailure:
         # The reaper exits like its worker, once it has killed what the worker left
         seconds, deadline = perf_counter() - self._start, perf_counter() + REAPER_SECONDS
-        while not self.has_exited() and perf_counter() < deadline:
+        while not self._helper.has_exited() and perf_counter() < deadline:
             time.sleep(0.001)
         self.end()
         code = self._helper.process.returncode
-        how = f"with code {code}" if code >= 0 else f"by signal {_signal_name(-code)}"
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else str(-code)  # else a real-time signal
+        how = f"with code {code}" if code >= 0 else f"by signal {name}"
         message = f"the worker process ended {how} during {self._message.command}"
         return RewardFailure("worker_died", message, self._traceback(), seconds)
 
@@ -537,13 +523,6 @@ def wait_for(workers: Sequence[Worker]) -> list[tuple[Worker, Result]]:
 def _end(kill: Callable[[], object], connection: Connection) -> None:
     kill()
     connection.close()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return str(number)
 
 
 def make_executor(

@@ -199,11 +199,7 @@ class JSONSchema:
     __name__ = "json_schema"
 
     def __init__(
-        self,
-        schema: Mapping[str, Any] | bool | str | None = None,
-        *,
-        column: str | None = None,
-        timeout: float = 5.0,
+        self, schema: Mapping[str, Any] | bool | str | None = None, *, column: str | None = None, timeout: float = 5.0
     ):
         if find_spec("jsonschema") is None:
             raise ImportError('JSONSchema requires jsonschema: pip install "torchrl_rloo[rewards]"')

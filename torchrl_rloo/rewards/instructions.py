@@ -132,16 +132,6 @@ def _has_placeholders(text: str, num_placeholders: int) -> bool:
     return count >= num_placeholders
 
 
-def _has_postscript(text: str, postscript_marker: str) -> bool:
-    pattern = _POSTSCRIPTS.get(postscript_marker) or re.compile(re.escape(postscript_marker.lower()))
-    return pattern.search(text.lower()) is not None
-
-
-def _has_highlights(text: str, num_highlights: int) -> bool:
-    found = [content for pattern in _HIGHLIGHTS for content in pattern.findall(text)]
-    return sum(bool(content.strip()) for content in found) >= num_highlights
-
-
 def _is_json(text: str) -> bool:
     text = text.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
@@ -159,16 +149,6 @@ def _has_title(text: str) -> bool:
         if 0 <= start < end and line[start:end].lstrip("<").rstrip(">").strip():
             return True
     return False
-
-
-def _has_two_responses(text: str) -> bool:
-    responses = _split(text, "******")
-    return len(responses) == 2 and responses[0] != responses[1]
-
-
-def _has_capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    tokens = _TOKEN.findall(_CONTRACTION.sub(r" \1", text))
-    return compare(sum(token.isupper() for token in tokens), capital_frequency, capital_relation)
 
 
 def _is_quoted(text: str) -> bool:
@@ -204,16 +184,20 @@ CHECKS: dict[str, Callable[..., bool]] = {
     ),
     "length_constraints:nth_paragraph_first_word": _has_first_word,
     "detectable_content:number_placeholders": _has_placeholders,
-    "detectable_content:postscript": _has_postscript,
+    "detectable_content:postscript": lambda text, postscript_marker: bool(
+        re.search(_POSTSCRIPTS.get(postscript_marker) or re.escape(postscript_marker.lower()), text.lower())
+    ),
     "detectable_format:number_bullet_lists": lambda text, num_bullets: len(_BULLET.findall(text)) == num_bullets,
     "detectable_format:constrained_response": lambda text: any(f"My answer is {word}." in text for word in _ANSWERS),
-    "detectable_format:number_highlighted_sections": _has_highlights,
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        sum(bool(content.strip()) for pattern in _HIGHLIGHTS for content in pattern.findall(text)) >= num_highlights
+    ),
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
         len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
     ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": _has_title,
-    "combination:two_responses": _has_two_responses,
+    "combination:two_responses": lambda text: len(set(responses := _split(text, "******"))) == 2 == len(responses),
     "combination:repeat_prompt": lambda text, prompt_to_repeat: (
         text.strip().lower().startswith(prompt_to_repeat.strip().lower())
     ),
@@ -221,7 +205,11 @@ CHECKS: dict[str, Callable[..., bool]] = {
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
     "startend:quotation": _is_quoted,
-    "change_case:capital_word_frequency": _has_capital_words,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
+        sum(token.isupper() for token in _TOKEN.findall(_CONTRACTION.sub(r" \1", text))),
+        capital_frequency,
+        capital_relation,
+    ),
     "change_case:english_capital": lambda text: text.isupper() and is_english(text),
     "change_case:english_lowercase": lambda text: text.islower() and is_english(text),
     "punctuation:no_comma": lambda text: "," not in text,

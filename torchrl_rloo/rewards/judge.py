@@ -369,7 +369,9 @@ class LLMJudge:
         bodies = [self._body(prompts[i], completions[i], columns, i) for i in range(len(completions))]
         keys = [cache_key(body) for body in bodies]
         requests = dict(zip(keys, bodies, strict=True))
-        cached = await self._read_cache(requests)
+        # The cache may wait for the lock of another process
+        found = await asyncio.to_thread(self.cache.get_many, requests) if self.cache else {}
+        cached = {key: Verdict(*value) for key, value in found.items() if _is_verdict(value)}
         uncached = {key: body for key, body in requests.items() if key not in cached}
         fresh = await self._ask_all(uncached)
         verdicts = [cached.get(key) or fresh[key] for key in keys]
@@ -388,12 +390,6 @@ class LLMJudge:
         values = {"prompt": _transcript(prompt), "completion": final_text(completion)}
         values |= {placeholder: str(columns[column][i]) for placeholder, column in self.columns.items()}
         return {**self.body, "messages": judge_messages(self.rubric, values, self.scale, self.max_chars)}
-
-    async def _read_cache(self, requests: Mapping[str, Any]) -> dict[str, Verdict]:
-        if self.cache is None:
-            return {}
-        found = await asyncio.to_thread(self.cache.get_many, requests)  # may wait for the lock of another process
-        return {key: Verdict(*value) for key, value in found.items() if _is_verdict(value)}
 
     async def _ask_all(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, Verdict]:
         if not requests:
@@ -445,9 +441,10 @@ class LLMJudge:
 
 def _is_verdict(value: Any) -> bool:
     """Return whether a cached value is a score in [0, 1] with a reason."""
-    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)):
-        return False
-    return type(value[0]) in (int, float) and 0 <= value[0] <= 1
+    match value:
+        case [int() | float() as score, str()]:
+            return not isinstance(score, bool) and 0 <= score <= 1
+    return False
 
 
 def _transcript(prompt: Any) -> str:

@@ -283,7 +283,10 @@ def make_math_judge() -> Judge:
             return False
         answer = [value for value in answer if not _is_false(value)]
         pairs = [(g, a) for g in gold for a in answer if isinstance(g, str) == isinstance(a, str)]
-        return any((_same(g, a) or verify(g, a, timeout_seconds=None)) and _may_equal(g, a) for g, a in pairs)
+        return any(
+            (_describe(_unwrap(g)) == _describe(_unwrap(a)) or verify(g, a, timeout_seconds=None)) and _may_equal(g, a)
+            for g, a in pairs
+        )
 
     def form(answer: list[Any]) -> str:
         return "_".join([_describe(_unwrap(answer[0])), *_bases(answer)]) if answer else ""
@@ -314,10 +317,6 @@ def _end_of_equation(values: list[Any]) -> list[Any]:
     ):
         return values
     return [take_last_relation(equation).rhs, *texts]
-
-
-def _same(gold: Any, answer: Any) -> bool:
-    return _describe(_unwrap(gold)) == _describe(_unwrap(answer))
 
 
 def _may_equal(gold: Any, answer: Any) -> bool:

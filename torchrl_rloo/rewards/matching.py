@@ -58,10 +58,7 @@ def find_last_box(text: str) -> tuple[int, int] | None:
 
 
 def boxed_accuracy(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    answer: Sequence[str | None],
-    **columns: Any,
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str | None], **columns: Any
 ) -> list[float | None]:
     r"""Score 1.0 where the last ``\boxed{...}`` of a completion is exactly the answer, else 0.0.
 
@@ -355,10 +352,7 @@ _SPELLINGS = [  # applied in this order; each must take linear time
     ),
     (_REPEATING, _write_repeating),
     (re.compile(r"(?<=[0-9])\s?\\[dtc]?frac"), r" \\frac"),  # 1\frac{3}{4}
-    (
-        re.compile(rf"(?P<sign>-\s?|\+\s?)?\\[dtc]?frac\s?{_part('above')}\s?{_part('below')}"),
-        _write_fraction,
-    ),
+    (re.compile(rf"(?P<sign>-\s?|\+\s?)?\\[dtc]?frac\s?{_part('above')}\s?{_part('below')}"), _write_fraction),
     (re.compile(r"(?<=[0-9])\s?(?:\\times|\\cdot|[*x\u00d7\u00b7])\s?10\^\{?([-+]?[0-9]+)\}?"), r"e\1"),
     (re.compile(r"(?<![\w.])10\^\{?([-+]?[0-9]+)\}?"), r"1e\1"),
     (re.compile(r"\^\{?\\circ\}?"), ""),

@@ -105,7 +105,10 @@ def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
     places: list[int] = []
     candidates: dict[Any, list[int]] = {}  # places, by a key that is cheap to compare
     for i, ids in enumerate(batch.completion_ids):
-        alike = candidates.setdefault((tuple(ids), _last_text(batch.prompts[i])), [])
+        prompt = batch.prompts[i]
+        last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
+        text = last.get("content") if isinstance(last, Mapping) else last
+        alike = candidates.setdefault((tuple(ids), text if isinstance(text, str) else ""), [])
         place = next((p for p in alike if _is_identical(batch, first[p], i)), None)
         if place is None:
             place = len(first)
@@ -113,11 +116,6 @@ def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
             alike.append(place)
         places.append(place)
     return first, places
-
-
-def _last_text(prompt: Any) -> str:
-    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
-    return str(last.get("content")) if isinstance(last, Mapping) else last if isinstance(last, str) else ""
 
 
 def _is_identical(batch: RewardBatch, i: int, j: int) -> bool:

@@ -81,12 +81,7 @@ class RewardWrapper(ABC):
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> Scores | Awaitable[Scores]:
-        """Return ``B`` scores; see :mod:`torchrl_rloo.rewards.protocol` for the arguments.
-
-        Raises:
-            MalformedScoresError: if the wrapped function does not return one number or None per trajectory.
-            Exception: any exception of the wrapped function.
-        """
+        """Return ``B`` scores; see :mod:`torchrl_rloo.rewards.protocol` for the arguments and errors."""
         state = TrainerState() if trainer_state is None else trainer_state
         batch = RewardBatch(prompts, completions, completion_ids, columns, truncated, state)
         score = self._score_async if is_async(self.function) else self._score
@@ -179,11 +174,7 @@ class ForTask(RewardWrapper):
         self.task, self.column = task, column
 
     def select_rows(self, batch: RewardBatch) -> Sequence[int]:
-        """Return the rows of the task.
-
-        Raises:
-            KeyError: if the dataset does not have ``column``.
-        """
+        """Return the rows of the task; raise ``KeyError`` if the dataset does not have ``column``."""
         (tasks,) = take_columns(self.__name__, [self.column], batch.columns)
         return [row for row, task in enumerate(tasks) if task == self.task]
 
@@ -195,19 +186,12 @@ class ForTask(RewardWrapper):
 class ByTask:
     """Reward that scores each trajectory with the function of its task and abstains on tasks without one.
 
-    Args:
-        functions: task name -> reward function, in any form that
-            :func:`~torchrl_rloo.rewards.registry.load_reward` accepts.
-        column: dataset column that names the task.
+    Async functions are refused; use a separate :class:`ForTask` for each.
 
-    Raises:
-        ValueError: if a function is async; use a separate :class:`ForTask` for it.
-
-    Example:
-        >>> score = ByTask({"sums": "boxed_accuracy", "thinking": "think_format"})
-        >>> texts, answers = [r"\\boxed{1}", "<think>a</think>b", "no"], ["1", None, "1"]
-        >>> score(["?"] * 3, texts, [[1]] * 3, answer=answers, task=["sums", "thinking", "sums"])
-        [1.0, 1.0, 0.0]
+    >>> score = ByTask({"sums": "boxed_accuracy", "thinking": "think_format"})
+    >>> texts, answers = [r"\\boxed{1}", "<think>a</think>b", "no"], ["1", None, "1"]
+    >>> score(["?"] * 3, texts, [[1]] * 3, answer=answers, task=["sums", "thinking", "sums"])
+    [1.0, 1.0, 0.0]
     """
 
     __name__ = "score"
