@@ -1,4 +1,4 @@
-"""LLM judge: prompts, replies, a disk cache, and scores by a model behind an OpenAI-compatible endpoint."""
+"""LLM judge: prompts, replies, and scores by a model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -9,101 +9,15 @@ import logging
 import math
 import os
 import re
-import sqlite3
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrl_rloo.rewards.protocol import final_text, take_columns
 from torchrl_rloo.rewards.remote import JsonEndpoint, JsonSession, RemoteRewardError, gather_all
-from torchrl_rloo.runtime.files import make_folder
 
 _log = logging.getLogger(__name__)
-
-_DIGITS = 32  # hexadecimal digits of a checksum
-_PAUSE = 60.0  # seconds without access after an error
-
-
-class DiskCache:
-    """Cache of JSON values by key, in one SQLite file that threads and processes may share.
-
-    A run can do without it: an error counts as an empty cache, and one warning names it. After an error it waits a
-    minute before the next access, so that a lock held by another process costs little time.
-
-    Each access opens the file (0.3 ms), so the object holds no handle: it can be pickled and survives a fork. Stored
-    values survive a crash of the process. Writes are not flushed to disk, which would be 40 times slower, so a power
-    failure may corrupt the file. Each value has a checksum: a damaged one counts as missing. Entries never expire;
-    delete the file to clear the cache. SQLite's locks require a local disk.
-    """
-
-    def __init__(self, path: str | os.PathLike, *, timeout: float = 30.0):
-        self.path, self.timeout = Path(path).expanduser().absolute(), timeout  # seconds to wait for another process
-        self._warned, self._resumes_at = False, -math.inf
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return the stored values of ``keys``, without the keys that are not stored; none after an error."""
-
-        def read(db: sqlite3.Connection) -> dict[str, Any]:
-            found = {}
-            for key in keys:
-                row = db.execute("SELECT value FROM answers WHERE key = ?", (key,)).fetchone()
-                if row is not None and _is_whole(key, row[0]):
-                    found[key] = json.loads(row[0][_DIGITS:])
-            return found
-
-        return self._attempt(read) or {}
-
-    def put(self, key: str, value: Any) -> None:
-        """Store a value, if that is possible; it replaces an earlier one."""
-        text = json.dumps(value)
-        entry = (key, _digest(key, text) + text)
-        self._attempt(lambda db: db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", entry))
-
-    def _attempt(self, access: Callable[[sqlite3.Connection], Any]) -> Any:
-        if time.monotonic() < self._resumes_at:
-            return None
-        try:
-            result = self._access(access)
-        except OSError as error:
-            if not self._warned:
-                _log.warning("%s; the run continues without the cache", error)
-            self._warned, self._resumes_at = True, time.monotonic() + _PAUSE
-            return None
-        self._warned = False
-        return result
-
-    def _access(self, access: Callable[[sqlite3.Connection], Any]) -> Any:
-        try:
-            make_folder(self.path.parent)
-            if self.path.exists() and not self.path.is_file():
-                raise OSError(f"cache={self.path} is not a regular file; remove it, or set another path")
-            with closing(sqlite3.connect(self.path, timeout=self.timeout)) as db:
-                db.execute("PRAGMA synchronous = OFF")
-                with db:  # one transaction
-                    db.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-                    return access(db)
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise OSError(
-                f"cache={self.path}: {error}; unlock it, make it writable or delete it, or set another path"
-            ) from error
-
-
-def _digest(key: str, text: str) -> str:
-    return hashlib.sha256(f"{key}\n{text}".encode()).hexdigest()[:_DIGITS]
-
-
-def _is_whole(key: str, stored: Any) -> bool:
-    """Return whether a stored value is text that begins with its checksum."""
-    return isinstance(stored, str) and stored[:_DIGITS] == _digest(key, stored[_DIGITS:])
-
-
-def cache_key(value: Any) -> str:
-    """Return a key that is the same for equal JSON values, in any order of their names."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
 
 RUBRICS = {
     "quality": """\
@@ -259,14 +173,13 @@ class LLMJudge:
     """Reward in [0, 1] from a judge model behind an OpenAI-compatible ``/chat/completions`` endpoint.
 
     The prompt requests the reply ``{"reason": ..., "score": ...}``, which is parsed leniently. A reply without a score
-    on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request, and
-    cached rows need none.
+    on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request.
 
     A row without a score gets NaN, which counts as a failure of this reward, not as an abstention. One warning per call
     names the rows and reasons. Errors that concern all rows raise: 401, 403, 404, 405, a redirect, a missing key.
 
-    Column of the completions table: ``<name>_reason``, the reason or the error. Metrics: ``<name>/failed`` and
-    ``<name>/cached`` are shares of the rows, and ``<name>/seconds`` is the mean per request, with retries and waits.
+    Column of the completions table: ``<name>_reason``, the reason or the error. Metrics: ``<name>/failed``, a share of
+    the rows, and ``<name>/seconds``, the mean per request with retries and waits.
 
     Completions may contain instructions to the judge. They are placed between tags that they cannot close and shortened
     to ``max_chars``, and the judge is told to ignore instructions in them. A policy may still learn to exploit the
@@ -284,8 +197,6 @@ class LLMJudge:
         extra_body: entries to add to the request or to replace. None removes an entry, as in
             ``{"max_tokens": None, "max_completion_tokens": 2000}``.
         max_chars: maximum number of characters per value; the middle of longer values is left out.
-        cache: path of an SQLite file, keyed by the request without the address. After
-            an error, requests continue without it, with one warning. None disables it.
         timeout: seconds per attempt.
         total_timeout: seconds per request, with all attempts.
         retries: maximum number of attempts after the first (connection errors, time-outs, 408, 425, 429, 5xx), and
@@ -319,7 +230,6 @@ class LLMJudge:
         max_tokens: int = 512,
         extra_body: Mapping[str, Any] | None = None,
         max_chars: int = 20_000,
-        cache: str | os.PathLike | None = None,
         timeout: float = 120.0,
         total_timeout: float = 600.0,
         retries: int = 4,
@@ -343,7 +253,6 @@ class LLMJudge:
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})}
         self.body = {field: value for field, value in body.items() if value is not None}
         self.max_chars, self.retries, self.__name__ = max_chars, retries, name
-        self.cache = None if cache is None else DiskCache(cache)
         url = base_url.rstrip("/") + "/chat/completions"
         self.concurrency = concurrency  # also the number of calls in flight
         self.endpoint = JsonEndpoint(
@@ -365,25 +274,18 @@ class LLMJudge:
             RemoteRewardError: if the endpoint refuses every request, or the key is missing.
         """
         take_columns(self.__name__, sorted(set(self.columns.values())), columns)
-        # Ask the judge once per distinct request that is not cached
+        # Ask the judge once per distinct request
         bodies = [self._body(prompts[i], completions[i], columns, i) for i in range(len(completions))]
-        keys = [cache_key(body) for body in bodies]
-        requests = dict(zip(keys, bodies, strict=True))
-        # The cache may wait for the lock of another process
-        found = await asyncio.to_thread(self.cache.get_many, requests) if self.cache else {}
-        cached = {key: Verdict(*value) for key, value in found.items() if _is_verdict(value)}
-        uncached = {key: body for key, body in requests.items() if key not in cached}
-        fresh = await self._ask_all(uncached)
-        verdicts = [cached.get(key) or fresh[key] for key in keys]
+        keys = [json.dumps(body, sort_keys=True) for body in bodies]
+        asked = await self._ask_all(dict(zip(keys, bodies, strict=True)))
+        verdicts = [asked[key] for key in keys]
         # Report failures, reasons and metrics
         self._warn(verdicts)
         if log_extra is not None:
             log_extra(f"{self.__name__}_reason", [verdict.reason for verdict in verdicts])
         if log_metric is not None and keys:
             log_metric(f"{self.__name__}/failed", sum(math.isnan(v.score) for v in verdicts) / len(keys))
-            log_metric(f"{self.__name__}/cached", sum(key in cached for key in keys) / len(keys))
-            if fresh:
-                log_metric(f"{self.__name__}/seconds", sum(v.seconds for v in fresh.values()) / len(fresh))
+            log_metric(f"{self.__name__}/seconds", sum(v.seconds for v in asked.values()) / len(asked))
         return [verdict.score for verdict in verdicts]
 
     def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
@@ -395,11 +297,11 @@ class LLMJudge:
         if not requests:
             return {}
         async with self.endpoint.session() as session:
-            verdicts = await gather_all(self._ask(session, key, body) for key, body in requests.items())
+            verdicts = await gather_all(self._ask(session, body) for body in requests.values())
         return dict(zip(requests, verdicts, strict=True))
 
-    async def _ask(self, session: JsonSession, key: str, body: dict[str, Any]) -> Verdict:
-        """Ask for the verdict on one request and cache it."""
+    async def _ask(self, session: JsonSession, body: dict[str, Any]) -> Verdict:
+        """Ask for the verdict on one request."""
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
@@ -411,10 +313,8 @@ class LLMJudge:
                 raise
             return Verdict(math.nan, f"{_UNSCORED}{error}", clock() - start)
         # Rescale the score to between 0 and 1
-        verdict = Verdict((score - self.scale[0]) / (self.scale[1] - self.scale[0]), reason)
-        if self.cache is not None:
-            await asyncio.to_thread(self.cache.put, key, verdict[:2])
-        return verdict._replace(seconds=clock() - start)
+        low, high = self.scale
+        return Verdict((score - low) / (high - low), reason, clock() - start)
 
     async def _ask_with_reminders(self, session: JsonSession, body: dict[str, Any]) -> tuple[float, str]:
         """Return the score on the scale and the reason, after up to ``retries`` reminders."""
@@ -437,14 +337,6 @@ class LLMJudge:
             more = f"; and {len(failed) - _MAX_QUOTED} more" if len(failed) > _MAX_QUOTED else ""
             counts = f"{len(failed)} of {len(verdicts)} rows not scored"
             _log.warning("reward %s: %s: %s%s", self.__name__, counts, quoted, more)
-
-
-def _is_verdict(value: Any) -> bool:
-    """Return whether a cached value is a score in [0, 1] with a reason."""
-    match value:
-        case [int() | float() as score, str()]:
-            return not isinstance(score, bool) and 0 <= score <= 1
-    return False
 
 
 def _transcript(prompt: Any) -> str:
