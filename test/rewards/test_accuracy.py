@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,6 @@ import threading
 
 import pytest
 
-from support.processes import is_gone, wait_until_gone
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.judge_worker import wrap_formula
 from torchrl_rloo.rewards.matching import boxed_accuracy
@@ -255,36 +253,6 @@ def test_workers_end_with_the_judge():
     process = judge._idle[0].process
     del judge
     assert process.wait(30) is not None
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_idle_workers_end_with_a_killed_trainer_that_has_a_fork():
-    code = """
-        import os, sys, time
-        from torchrl_rloo.rewards.process_judge import MathJudge
-        from support.processes import descendants
-        judge = MathJudge()
-        judge.judge("7", "7")
-        workers = [judge._idle[0].process.pid, *descendants(judge._idle[0].process.pid)]
-        if (fork := os.fork()) == 0:
-            time.sleep(1000)  # holds the pipes of the worker open
-        print(fork, *workers, flush=True)
-        time.sleep(1000)
-    """
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
-    fork, *workers = map(int, trainer.stdout.readline().split())
-    try:
-        os.kill(workers[1], signal.SIGSTOP)
-        trainer.kill()
-        assert len(workers) == 2 and not is_gone(fork)
-        wait_until_gone(workers)
-    finally:
-        for pid in [fork, *workers]:
-            if not is_gone(pid):
-                os.kill(pid, signal.SIGKILL)
-        trainer.communicate()
 
 
 def test_without_math_verify_the_extra_is_named():

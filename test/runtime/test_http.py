@@ -25,8 +25,8 @@ from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.vllm_server import VLLMServer
 from torchrl_rloo.rewards.judge import LLMJudge
 from torchrl_rloo.rewards.protocol import MalformedScoresError
-from torchrl_rloo.rewards.quarantine import Quarantine
 from torchrl_rloo.rewards.remote import JsonEndpoint, RemoteRewardError, RemoteScorer
+from torchrl_rloo.rewards.runner import Quarantine
 from torchrl_rloo.runtime.http import MAX_DEPTH, Redactor, ReplyError, strict_json
 
 

@@ -7,9 +7,7 @@ import json
 import os
 import pickle
 import signal
-import time
-from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from collections.abc import Iterator
 
 import pytest
 
@@ -198,41 +196,6 @@ def test_a_dropped_object_ends_all():
     starter, running = processes(sandbox)
     del sandbox
     wait_until_gone([starter, *running])
-
-
-def forked(work: Callable[[Callable[[object], int]], None]) -> tuple[int, BinaryIO]:
-    """Fork a process that may write lines, and return its id and the file to read them from.
-
-    A fork is quicker than a fresh interpreter, which would import everything again.
-    """
-    read, write = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            os.close(read)
-            work(lambda line: os.write(write, f"{line}\n".encode()))
-        finally:
-            os._exit(0)
-    os.close(write)
-    return pid, open(read, "rb")
-
-
-def test_a_killed_trainer_takes_all_with_it():
-    def work(tell: Callable[[object], int]) -> None:
-        sandbox = Sandbox(timeout=60)
-        busy, idle = sandbox.open(), sandbox.open()
-        idle.run("1")
-        in_thread(busy.run, "while True: pass")
-        tell(sandbox.host().process.pid)
-        time.sleep(60)
-
-    trainer, lines = forked(work)
-    starter = int(lines.readline())
-    wait_until(lambda: len(descendants(starter)) == 4)
-    pids = [starter, *descendants(starter)]
-    os.kill(trainer, signal.SIGKILL)
-    os.waitpid(trainer, 0)
-    lines.close()
-    wait_until_gone(pids)
 
 
 def test_a_killed_starter_costs_what_ran():

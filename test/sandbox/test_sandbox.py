@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support.processes import children, wait_until_gone
+from support.processes import children
 from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.sandbox import Sandbox, SandboxUnavailableError, kernel
 
@@ -209,25 +209,6 @@ def test_a_dead_starter_costs_one_program(sandbox: Sandbox):
     with pytest.raises(RuntimeError, match="starter process of the sandbox was killed"):
         own.run("import time; time.sleep(60)")
     assert own.run("print(1)").ok
-
-
-TRAINER = """
-from torchrl_rloo.sandbox import Sandbox
-sandbox = Sandbox(timeout=60)
-print(sandbox._idle[0].process.pid, flush=True)
-sandbox.run("import time; time.sleep(60)", guest="import time; time.sleep(60)")
-"""
-
-
-def test_a_killed_trainer_takes_all_with_it():
-    root = Path(__file__).parents[2]
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, cwd=root)
-    starter = int(trainer.stdout.readline())
-    wait_until(lambda: len(children(starter)) == 2, what="two programs")
-    programs = children(starter)
-    trainer.kill()
-    trainer.communicate()
-    wait_until_gone([starter, *programs])
 
 
 WITHOUT = """

@@ -552,7 +552,8 @@ def make_executor(
     settings = {"workers": workers, "timeout": timeout, "rows_per_call": rows_per_call, "environment": environment}
     settings = {name: value for name, value in settings.items() if value is not None}
     if mode == "inline":
-        for name, value in settings.items():
+        if settings:
+            name, value = next(iter(settings.items()))
             raise ValueError(
                 f"{name}={value} cannot be combined with mode='inline', where one call runs in the calling thread and "
                 "nothing can stop it; use mode='process' or 'thread'"
