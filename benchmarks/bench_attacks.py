@@ -24,7 +24,7 @@ AREAS = {
     "text": "completions in every reward and parser",
     "data": "dataset files and outputs of tools",
     "http": "replies of remote rewards and servers",
-    "files": "checkpoints and caches",
+    "files": "checkpoints",
 }
 BATCH = 50  # attacks between two looks at the clock
 

@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
@@ -13,11 +12,10 @@ import threading
 
 import pytest
 
-from support.processes import is_gone, wait_until_gone
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
+from torchrl_rloo.rewards.judge_worker import wrap_formula
 from torchrl_rloo.rewards.matching import boxed_accuracy
-from torchrl_rloo.rewards.math_judge import MathJudge
-from torchrl_rloo.rewards.math_worker import wrap_formula
+from torchrl_rloo.rewards.process_judge import MathJudge
 
 ENDLESS = r"\boxed{9^{9^{9}}}"  # SymPy multiplies it out, in one operation that no signal interrupts
 
@@ -243,48 +241,18 @@ def test_a_forked_process_starts_a_worker_of_its_own(accuracy):
 
 def test_a_worker_killed_between_calls_is_replaced():
     judge = MathJudge()
-    assert judge("7", r"\boxed{7}") is True
+    assert judge.judge("7", r"\boxed{7}") is True
     judge._idle[0].process.kill()
     judge._idle[0].process.wait()
-    assert judge("7", r"\boxed{8}") is False and judge.timeouts == 0
+    assert judge.judge("7", r"\boxed{8}") is False and judge.timeouts == 0
 
 
 def test_workers_end_with_the_judge():
     judge = MathJudge()
-    judge("7", r"\boxed{7}")
+    judge.judge("7", r"\boxed{7}")
     process = judge._idle[0].process
     del judge
     assert process.wait(30) is not None
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_idle_workers_end_with_a_killed_trainer_that_has_a_fork():
-    code = """
-        import os, sys, time
-        from torchrl_rloo.rewards.math_judge import MathJudge
-        from support.processes import descendants
-        judge = MathJudge()
-        judge("7", "7")
-        workers = [judge._idle[0].process.pid, *descendants(judge._idle[0].process.pid)]
-        if (fork := os.fork()) == 0:
-            time.sleep(1000)  # holds the pipes of the worker open
-        print(fork, *workers, flush=True)
-        time.sleep(1000)
-    """
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
-    fork, *workers = map(int, trainer.stdout.readline().split())
-    try:
-        os.kill(workers[1], signal.SIGSTOP)
-        trainer.kill()
-        assert len(workers) == 2 and not is_gone(fork)
-        wait_until_gone(workers)
-    finally:
-        for pid in [fork, *workers]:
-            if not is_gone(pid):
-                os.kill(pid, signal.SIGKILL)
-        trainer.communicate()
 
 
 def test_without_math_verify_the_extra_is_named():
@@ -304,11 +272,10 @@ def test_without_math_verify_the_extra_is_named():
 def test_timeouts_out_of_range(value):
     with pytest.raises(ValueError, match=f"timeout={value}"):
         MathAccuracy(timeout=value)
-
-
-def test_an_empty_column():
     with pytest.raises(ValueError, match="column=''"):
         MathAccuracy(column="")
+    with pytest.raises(ValueError, match="workers=0 must be at least 1"):
+        MathJudge(workers=0)
 
 
 def test_reasoning_delimiters(accuracy):
@@ -379,13 +346,8 @@ def test_hanging_rows_are_bounded_and_cost_no_other_row(caplog):
 def test_the_worker_has_a_short_environment_and_limits(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret-of-the-trainer")
     judge = MathJudge()
-    assert judge("7", r"\boxed{7}") is True
+    assert judge.judge("7", r"\boxed{7}") is True
     pid = judge._idle[0].process.pid
     assert "secret-of-the-trainer" not in open(f"/proc/{pid}/environ").read()
     limits = open(f"/proc/{pid}/limits").read()
     assert "2000000000" in next(line for line in limits.splitlines() if line.startswith("Max address space"))
-
-
-def test_workers_out_of_range():
-    with pytest.raises(ValueError, match="workers=0 must be at least 1"):
-        MathJudge(workers=0)

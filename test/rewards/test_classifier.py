@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 
@@ -148,11 +146,8 @@ def test_a_turn_that_the_prompt_left_open_is_one_message():
     ids = scored_ids(build_tokenizer(), prompt, [{"role": "assistant", "content": "7"}])
     whole = scored_ids(build_tokenizer(), prompt[:1], [{"role": "assistant", "content": "It is 7"}])
     assert ids == whole
-
-
-def test_text_and_messages_do_not_mix(directory):
     with pytest.raises(TypeError, match="both texts or both messages"):
-        scores(SequenceClassifier(directory), RewardBatch(["?"], [[{"role": "assistant", "content": "7"}]], [[1]]))
+        scored_ids(build_tokenizer(), "?", [{"role": "assistant", "content": "7"}])
 
 
 def test_rows_that_are_too_long_abstain_and_are_counted(directory):
@@ -290,14 +285,6 @@ def test_threads_take_turns(directory):
     for thread in threads:
         thread.join(60)
     assert results == [expected] * 4
-
-
-def test_making_one_does_not_import_torch(directory):
-    program = (
-        "import sys; from torchrl_rloo.rewards.classifier import SequenceClassifier as C; C(sys.argv[1]); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program, str(directory)], timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize(

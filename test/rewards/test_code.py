@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.cheats import CHEATS
-from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, parse_tests, same_output
+from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, parse_tests, read_verdicts, same_output
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 from torchrl_rloo.sandbox import Sandbox
 
@@ -300,3 +302,82 @@ def test_off_the_main_thread_and_pickled(sandbox: Sandbox):
 def test_loads_no_torch():
     text = "import sys, torchrl_rloo.rewards.code\nprint('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True).stdout.strip() == "False"
+
+
+BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_judge.py"
+
+
+def judge(sandbox: Sandbox, rows: list[tuple[str, list[str]]], partial: bool = False) -> list[tuple[float | None, str]]:
+    """Return the score and the reason of each program with its tests."""
+    programs, tests = zip(*rows, strict=True)
+    batch = RewardBatch(["?"] * len(rows), programs, [[1]] * len(rows), {"tests": tests})
+    call = call_reward(CodeTests(sandbox=sandbox, partial=partial), batch)
+    return list(zip(call.scores, call.extra["code_tests_reason"], strict=True))
+
+
+def test_the_judge_agrees_with_cpython():
+    spec = importlib.util.spec_from_file_location("bench_judge", BENCH)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    cases = list(bench.read_corpus(bench.CORPUS.read_text()))[::8]
+    scores, reasons, _ = bench.ask_judge(cases)
+    for case, score, reason in zip(cases, scores, reasons, strict=True):
+        assert score is None or score == bench.ask_cpython(case), (case.title, reason)
+    assert scores.count(None) < 5 and {0.0, 1.0} < {*scores}
+
+
+F = "def f(x): return x\n"
+LIMITS = [  # a program, its test, and the beginning of the reason
+    (F, "import numpy as np\nassert f(1) == 1", "ModuleNotFoundError: No module named 'numpy'"),
+    (
+        F,
+        "def t():\n    import pytest\n    assert f(1) == 1\nt()",
+        "a test needs what the sandbox lacks: ModuleNotFound",
+    ),
+    (F, "import tempfile\ntempfile.mkdtemp()", "a test needs what the sandbox lacks: FileNotFoundError"),
+    (
+        F,
+        "try: open('x', 'w')\nexcept OSError: assert f(1) == 2",
+        "a test needs what the sandbox lacks: PermissionError",
+    ),
+    (F, "assert f(lambda: 1)", "a test passes a function"),
+    (F, "from unittest.mock import patch\nwith patch('builtins.input', str): f(1)", "a test patches input"),
+    (F, "import io, sys\nsys.stdin = io.StringIO()\nf(1)", "a test replaces the input"),
+    ("class A: pass", "class B(A): pass", "a test derives B from a class of the program"),
+    ("class A: pass", "import pickle\npickle.dumps(A())", "a test pickles a A"),
+]
+
+
+def test_limits_of_the_judge_abstain(sandbox: Sandbox):
+    found = judge(sandbox, [(program, [test]) for program, test, _ in LIMITS])
+    for (score, reason), (_, test, expected) in zip(found, LIMITS, strict=True):
+        assert score is None and reason.startswith(f"broken tests: {expected}"), (test, score, reason)
+    # A program that raises the same has failed
+    assert judge(sandbox, [("def f(x): raise PermissionError(13, 'no')", ["f(1)"]), ("import numpy", ["f(1)"])]) == [
+        (0.0, "0 of 1 passed; PermissionError: [Errno 13] no"),
+        (0.0, "0 of 1 passed; ModuleNotFoundError: No module named 'numpy'"),
+    ]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_tests_print_is_no_verdict(sandbox: Sandbox, partial: bool):
+    prints = [
+        "import os\nos.write(1, b'[true, null]\\n' * 9)\nassert f(1) == 2",
+        "import sys\nprint('[5, null]', file=sys.__stdout__, flush=True)\nassert f(1) == 1",
+        "import os\nfor i in range(3, 64):\n    try: os.write(i, b'[5, null]\\n')\n    except OSError: pass",
+        "import os\nfor i in range(4, 64):\n    try: os.write(i, b'[true, null]\\n' * 9)\n    except OSError: pass",
+    ]
+    scores = [score for score, _ in judge(sandbox, [(F, [test]) for test in prints], partial)]
+    assert scores[:2] == [0.0, 1.0]
+    assert set(scores[2:]) <= {None, 0.0}
+
+
+@pytest.mark.parametrize(
+    "line", ["x", "7", "[]", "{}", "[5, null]", "[true, 1]", "[false, null]", '["a", "b"]', "[[[", '{"broken": 1}']
+)
+def test_verdicts_of_another_form_are_broken(line: str):
+    assert read_verdicts('[true, null]\n[false, "no"]\n[true', 2) == [(True, None), (False, "no")]
+    with pytest.raises(BrokenTestsError, match="wrote to the file of the verdicts"):
+        read_verdicts(f"[true, null]\n{line}\n", 9)
+    with pytest.raises(BrokenTestsError, match="2 verdicts of 1 tests"):
+        read_verdicts("[true, null]\n" * 2, 1)

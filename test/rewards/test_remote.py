@@ -120,11 +120,6 @@ def test_total_timeout_ends_a_request_that_hangs(serve):
     assert time.monotonic() - start < 30
 
 
-def test_no_server_at_all():
-    with pytest.raises(RemoteRewardError, match="2 attempts failed"):
-        score(RemoteScorer("http://127.0.0.1:9", retries=1, backoff=0.01))
-
-
 def test_waits_as_long_as_the_server_asks(serve):
     times = []
 

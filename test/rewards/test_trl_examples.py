@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import inspect
-import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,12 +250,6 @@ def test_in_an_environment_text(tokenizer):
     assert scores_of(ids) == [[row[keys.ACTION_MASK].sum().item()] for row in ids.unbind(0)]
 
 
-def test_in_an_environment_messages(tokenizer):
-    rows = [{"query": [{"role": "user", "content": f"2+{n}?"}]} for n in (2, 3)]
-    texts = ["<think>a</think><answer>4</answer>", "4"]
-    assert scores_of(step(tokenizer, RewardTransform(function("2", "format_reward_func")), rows, texts)) == [[1], [0]]
-
-
 def test_in_an_environment_multi_task(tokenizer):
     names = ("math_reward_func", "coding_reward_func")
     transform = RewardTransform([function("4", name) for name in names])
@@ -267,40 +259,6 @@ def test_in_an_environment_multi_task(tokenizer):
     assert scores_of(after) == [[1, None], [None, None], [-1, None], [None, -1]]
     rewards = after["reward"].flatten().tolist()
     assert rewards[0] == 1 and rewards[2:] == [-1, -1]
-
-
-def test_in_an_environment_several_async_functions_wait_at_the_same_time(tokenizer):
-    waiting = 0
-
-    async def sleep_until_all_sleep(seconds: float) -> None:
-        nonlocal waiting
-        waiting += 1
-        deadline = time.monotonic() + 20
-        while waiting < 3 and time.monotonic() < deadline:
-            await asyncio.sleep(seconds)
-
-    functions = []
-    for i in range(3):
-        namespace = example("5")
-        namespace["asyncio"] = SimpleNamespace(sleep=sleep_until_all_sleep)
-        functions.append(namespace["async_reward_func"])
-        functions[-1].__name__ = f"async_reward_func{i}"
-    start = time.monotonic()
-    after = step(tokenizer, RewardTransform(functions), [{"query": "a"}, {"query": "b"}], ["text", "more"])
-    assert waiting == 3 and time.monotonic() - start < 20  # sequential calls would wait forever
-    assert scores_of(after) == [[1] * 3] * 2
-
-
-def test_in_an_environment_logging(tokenizer):
-    transform = RewardTransform(function("6"))
-    rows = [{"query": "2 is ", "ground_truth": "2"}, {"query": "5 is ", "ground_truth": "5"}]
-    after = step(tokenizer, transform, rows, [r"\boxed{2}", "6"])
-    assert scores_of(after) == [[1], [0]]
-    assert [row["log_extra"] for row in after.unbind(0)] == [
-        {"golden_answer": "2", "extracted_answer": "2"},
-        {"golden_answer": "5", "extracted_answer": "[none]"},
-    ]
-    assert transform.metrics() == {"logged/accuracy": 0.5}
 
 
 def test_every_function_of_the_documentation_is_tried():

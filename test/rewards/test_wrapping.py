@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 from torchrl_rloo.rewards.accuracy import CosineScaled
 from torchrl_rloo.rewards.lengths import LengthBudget, StopProperly
 from torchrl_rloo.rewards.matching import boxed_accuracy
-from torchrl_rloo.rewards.protocol import (
-    MalformedScoresError,
-    RewardBatch,
-    TrainerState,
-    call_reward,
-    call_reward_async,
-    reward_name,
-)
-from torchrl_rloo.rewards.tasks import ByTask, ForTask
-from torchrl_rloo.rewards.wrapping import Shuffled
+from torchrl_rloo.rewards.protocol import RewardBatch, TrainerState, call_reward, call_reward_async, reward_name
+from torchrl_rloo.rewards.wrapping import ByTask, ForTask, Shuffled
 from torchrl_rloo.runtime.lookup import is_async
 
 WRAPPERS = {
@@ -86,19 +78,6 @@ def test_around_a_function_that_must_see_whole_batches_so_must_the_wrapper(wrap)
 
     whole.whole_batch = True
     assert wrap(whole).whole_batch is True
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_called_by_hand_without_what_the_run_adds(wrap):
-    assert len(wrap("boxed_accuracy")(["?"], ["x"], [[1]], answer=["x"], task=["math"])) == 1
-
-
-def test_a_wrong_number_of_scores_is_the_functions_error():
-    def short(completions, **columns):
-        return [1.0]
-
-    with pytest.raises(MalformedScoresError, match="short returned 1 scores for 2"):
-        call_reward(ForTask("math", short), batch())
 
 
 def test_for_task_scores_the_rows_of_its_task_only():

@@ -16,7 +16,7 @@ from torchrl_rloo.data import load_prompts
 from torchrl_rloo.diagnostics import write_launch, write_report
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.modules import save_model
-from torchrl_rloo.rewards.quarantine import Quarantine
+from torchrl_rloo.rewards.runner import Quarantine
 from torchrl_rloo.run import Checkpointer, Run, RunLogger
 from torchrl_rloo.run.settings import write_settings
 from torchrl_rloo.runtime import files

@@ -25,8 +25,8 @@ from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.vllm_server import VLLMServer
 from torchrl_rloo.rewards.judge import LLMJudge
 from torchrl_rloo.rewards.protocol import MalformedScoresError
-from torchrl_rloo.rewards.quarantine import Quarantine
 from torchrl_rloo.rewards.remote import JsonEndpoint, RemoteRewardError, RemoteScorer
+from torchrl_rloo.rewards.runner import Quarantine
 from torchrl_rloo.runtime.http import MAX_DEPTH, Redactor, ReplyError, strict_json
 
 
@@ -196,9 +196,7 @@ def test_no_secret_is_in_logs_files_or_pickles(server, tmp_path: Path, caplog: p
     port, replies, _ = server
     url = f"http://127.0.0.1:{port}?t={SECRETS['query']}"
     scorer = RemoteScorer(url, headers={"X": SECRETS["header"]}, api_key_env=attacks_http.VARIABLE, retries=0)
-    judge = LLMJudge(
-        f"http://127.0.0.1:{port}", "m", api_key_env=attacks_http.VARIABLE, retries=0, cache=tmp_path / "cache"
-    )
+    judge = LLMJudge(f"http://127.0.0.1:{port}", "m", api_key_env=attacks_http.VARIABLE, retries=0)
     quarantine, shown = Quarantine(tmp_path / "bad.jsonl"), []
     echoes = [KEY, f"Bearer {KEY}", base64.b64encode(KEY.encode()).decode(), SECRETS["header"], SECRETS["query"]]
     for echo in echoes:

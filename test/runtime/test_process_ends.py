@@ -212,6 +212,7 @@ TRAINER = r"""
 import json, os, signal, sys, threading, time
 from torchrl_rloo.runtime.processes import HelperProcess, reaped_command, short_environment
 from torchrl_rloo.rewards.executors import ProcessExecutor
+from torchrl_rloo.rewards.process_judge import ProcessJudge
 from torchrl_rloo.rewards.protocol import RewardBatch
 from torchrl_rloo.sandbox import Sandbox
 from support.processes import children, descendants
@@ -222,7 +223,7 @@ def leave(completions, **_):
 def batch(text):
     return [RewardBatch(["p"], [text], [[1]])]
 
-def train(folder, forked, end):
+def train(folder, forked, end, judged):
     daemon = "import os, time\nif (p := os.fork()) == 0:\n os.setsid()\n if os.fork(): os._exit(0)\n"
     daemon += f" os.open({folder!r} + '/' + str(os.getpid()), os.O_CREAT); time.sleep(1000)\nos.waitpid(p, 0)\n"
     idle, hung = ProcessExecutor(1, 1000.0), ProcessExecutor(1, 1000.0)
@@ -235,8 +236,11 @@ def train(folder, forked, end):
     threading.Thread(target=busy.run, args=("import time; time.sleep(1000)",), daemon=True).start()
     other.run("1")
     server = HelperProcess(reaped_command([sys.executable, "-c", daemon + "time.sleep(1000)"]), short_environment())
+    judge = ProcessJudge("json", 5.0)
+    if judged:
+        judge.judge("{}", "1")
     me, fork = os.getpid(), 0
-    while len(os.listdir(folder)) < 3 or len(descendants(me)) < 18:
+    while len(os.listdir(folder)) < 3 or len(descendants(me)) < 18 + 2 * judged:
         time.sleep(0.01)
     if forked and (fork := os.fork()) == 0:
         time.sleep(1000)  # holds open all sockets and pipes of the trainer
@@ -285,7 +289,8 @@ def trainers() -> Iterator[subprocess.Popen]:
 @pytest.mark.parametrize(("how", "forked", "state"), CASES, ids=["-".join(case) for case in CASES])
 def test_nothing_outlives_the_trainer(how: str, forked: str, state: str, tmp_path: Path, trainers: subprocess.Popen):
     end, number = HOW[how]
-    print(json.dumps([str(tmp_path), forked == "forked", end]), file=trainers.stdin, flush=True)
+    judged = state != "guard_killed"  # without the guard, a judge ends with its pipes, which a fork may hold open
+    print(json.dumps([str(tmp_path), forked == "forked", end, judged]), file=trainers.stdin, flush=True)
     trainer, fork, helpers = json.loads(trainers.stdout.readline())
     try:
         guards = [p for p in helpers if b"\0guard\0" in Path(f"/proc/{p}/cmdline").read_bytes()]

@@ -306,23 +306,6 @@ def test_nothing_runs_or_is_left_after_a_close():
     assert all(map(is_gone, pids))
 
 
-@pytest.mark.parametrize("killed", ["starter", "keeper", "session"])
-def test_a_killed_process_costs_variables_only(killed: str):
-    sandbox = Sandbox(timeout=60.0)
-    session = sandbox.open()
-    pid, keeper = json.loads(session.run("x = 1\nimport os; [os.getpid(), os.getppid()]").output)
-    starter = sandbox.host().process.pid
-    os.kill({"starter": starter, "keeper": keeper, "session": pid}[killed], 9)
-    wait_until_gone(pid)
-    for _ in range(3):  # the first call may find the end
-        result = session.run("'x' in globals()")
-        if result.reason == "ok":
-            break
-    assert result.output == "False\n"
-    sandbox.close()
-    wait_until_gone([starter, keeper, pid])
-
-
 def test_a_session_cannot_read_the_output_of_another(sandbox: Sandbox, bystander: PythonSession):
     pid = int(bystander.run("pid").output)
     attacker = sandbox.open()

@@ -7,9 +7,7 @@ import json
 import os
 import pickle
 import signal
-import time
-from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,7 +15,7 @@ from support.processes import descendants, process_state, wait_until_gone
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.tools.tool import ToolError
-from torchrl_rloo.sandbox import PythonSession, Sandbox, SandboxUnavailableError, SessionResult, kernel
+from torchrl_rloo.sandbox import PythonSession, Sandbox, SessionResult
 
 pytestmark = pytest.mark.usefixtures("sandboxed")
 MB = 1 << 20
@@ -200,41 +198,6 @@ def test_a_dropped_object_ends_all():
     wait_until_gone([starter, *running])
 
 
-def forked(work: Callable[[Callable[[object], int]], None]) -> tuple[int, BinaryIO]:
-    """Fork a process that may write lines, and return its id and the file to read them from.
-
-    A fork is quicker than a fresh interpreter, which would import everything again.
-    """
-    read, write = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            os.close(read)
-            work(lambda line: os.write(write, f"{line}\n".encode()))
-        finally:
-            os._exit(0)
-    os.close(write)
-    return pid, open(read, "rb")
-
-
-def test_a_killed_trainer_takes_all_with_it():
-    def work(tell: Callable[[object], int]) -> None:
-        sandbox = Sandbox(timeout=60)
-        busy, idle = sandbox.open(), sandbox.open()
-        idle.run("1")
-        in_thread(busy.run, "while True: pass")
-        tell(sandbox.host().process.pid)
-        time.sleep(60)
-
-    trainer, lines = forked(work)
-    starter = int(lines.readline())
-    wait_until(lambda: len(descendants(starter)) == 4)
-    pids = [starter, *descendants(starter)]
-    os.kill(trainer, signal.SIGKILL)
-    os.waitpid(trainer, 0)
-    lines.close()
-    wait_until_gone(pids)
-
-
 def test_a_killed_starter_costs_what_ran():
     sandbox = Sandbox(timeout=60)
     busy, idle = sandbox.open(), sandbox.open()
@@ -286,25 +249,6 @@ def test_pickles_and_survives_a_fork(sandbox: Sandbox, session: PythonSession):
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert session.run("x").output == "7\n"
-
-
-def test_a_missing_layer_is_refused_by_default():
-    def work(tell: Callable[[object], int]) -> None:
-        i = kernel.instruction  # no Landlock from here on
-        kernel.install_filter(i(0x20, 0) + i(0x15, 444, 0, 1) + i(0x06, 0x00050026) + i(0x06, 0x7FFF0000))
-        try:
-            PythonInterpreter()
-        except SandboxUnavailableError as error:
-            tell(error)
-        weaker = PythonInterpreter(allow_weaker=True).sandbox
-        session = weaker.open()
-        tell((len(weaker.missing), session.run("1").reason, session.run("import os; os.fork()").reason))
-
-    pid, lines = forked(work)
-    message, facts = lines.read().decode().splitlines()
-    os.waitpid(pid, 0)
-    assert "Landlock" in message and "allow_weaker=True" in message
-    assert facts == "(1, 'ok', 'error')"
 
 
 def test_unusable_settings_are_refused():

@@ -1,4 +1,4 @@
-"""Attacks on files that a run reads: checkpoints and caches with damaged, forged or hostile contents.
+"""Attacks on files that a run reads: checkpoints with damaged, forged or hostile contents.
 
 Nothing may run code, crash the process, or pass as a state or score that was not saved.
 """
@@ -12,7 +12,6 @@ import pickle
 import random
 import resource
 import shutil
-import sqlite3
 import tempfile
 import warnings
 import zipfile
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.rewards.judge import LenientCache
 from torchrl_rloo.run import Checkpointer
 
 MAX_MEMORY_KB = 300_000  # growth of the process in one attack, far above that of any file here
@@ -221,35 +219,8 @@ def attack_checkpoint(folder: Path, content: bytes, way: Callable[[bytes, random
     return None
 
 
-def attack_cache(path: Path, content: bytes, rng: random.Random) -> str | None:
-    """Read and write a damaged cache, and return what went wrong, if anything did."""
-    path.write_bytes(content)
-    if rng.random() < 0.3:  # a valid file with other values
-        try:
-            with sqlite3.connect(path) as db:
-                key = rng.choice(("a", "b"))
-                value = rng.choice(
-                    ("", "1", "[]", "[0.9, 'x']", "x" * 40, b"\xff", 3, None, "[" * 5000, "f" * 32 + "[1]")
-                )
-                db.execute("UPDATE answers SET value = ? WHERE key = ?", (value, key))
-        except (sqlite3.Error, UnicodeError):  # the message of an error may be damaged, too
-            path.write_bytes(content)
-    cache = LenientCache(path, timeout=0.1)
-    try:
-        found = cache.get_many(["a", "b", "c"])
-        if any(found[key] != CACHED[key] for key in found):
-            return f"another value: {found}"
-        cache.put("c", [0.25, "new"])
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-CACHED = {"a": [0.5, "reason " * 50], "b": [1.0, "other"], "c": [0.25, "new"]}
-
-
 def attack(count: int, seed: int) -> dict[str, Any]:
-    """Try seeded mutations of checkpoints (three of four) and caches.
+    """Try seeded mutations of checkpoints.
 
     Args:
         count: number of attacks.
@@ -269,19 +240,10 @@ def attack(count: int, seed: int) -> dict[str, Any]:
         for step in (1, 2):
             checkpointer.save(step, saved_state(step))
         checkpoint = (folder / "checkpoints" / "step_00000002.pt").read_bytes()
-        cache = LenientCache(folder / "cache")
-        for key in ("a", "b"):
-            cache.put(key, CACHED[key])
-        database = (folder / "cache").read_bytes()
         # Attack them
         for number in range(count):
-            if number % 4 == 3:
-                way = rng.choice((flip, cut, splice))
-                fault = attack_cache(folder / "attacked", way(database, rng), rng)
-                (folder / "attacked-journal").unlink(missing_ok=True)
-            else:
-                way = rng.choice(CHECKPOINT_ATTACKS)
-                fault = attack_checkpoint(checkpointer.directory, way(checkpoint, rng), way)
+            way = rng.choice(CHECKPOINT_ATTACKS)
+            fault = attack_checkpoint(checkpointer.directory, way(checkpoint, rng), way)
             if fault is not None:
                 failures.append({"way": way.__name__, "number": number, "seed": seed, "fault": fault})
     finally:

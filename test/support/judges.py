@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_rloo.rewards.math_judge import MathJudge
+from torchrl_rloo.rewards.process_judge import MathJudge
 
 
 @pytest.fixture(scope="session")

@@ -31,9 +31,8 @@ from torchrl_rloo.rewards.protocol import (
     find_missing_columns,
     reward_name,
 )
-from torchrl_rloo.rewards.quarantine import Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
-from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
+from torchrl_rloo.rewards.runner import Quarantine, RewardFailureError, RewardRunner
 
 Scorers = RewardSpec | Mapping[str, RewardSpec | None] | None
 

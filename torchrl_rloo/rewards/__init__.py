@@ -5,30 +5,16 @@ from torchrl_rloo.rewards.choices import MultipleChoice
 from torchrl_rloo.rewards.classifier import SequenceClassifier
 from torchrl_rloo.rewards.code import CodeTests
 from torchrl_rloo.rewards.countdown import Countdown
-from torchrl_rloo.rewards.executors import (
-    Executor,
-    InlineExecutor,
-    ProcessExecutor,
-    ThreadExecutor,
-    make_executor,
-)
+from torchrl_rloo.rewards.executors import Executor, InlineExecutor, ProcessExecutor, ThreadExecutor, make_executor
 from torchrl_rloo.rewards.formats import JSONSchema, RegexFormat, think_format
 from torchrl_rloo.rewards.instructions import InstructionFollowing
 from torchrl_rloo.rewards.judge import LLMJudge
 from torchrl_rloo.rewards.lengths import Length, LengthBudget, RepetitionPenalty, SoftOverlong, StopProperly
 from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch, boxed_accuracy, last_boxed
-from torchrl_rloo.rewards.protocol import (
-    RewardBatch,
-    RewardFunction,
-    TrainerState,
-    call_reward,
-    final_text,
-    reward_name,
-)
+from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, final_text, reward_name
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
 from torchrl_rloo.rewards.remote import RemoteScorer
-from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
-from torchrl_rloo.rewards.tasks import ByTask, ForTask
+from torchrl_rloo.rewards.runner import RewardRunner
 from torchrl_rloo.rewards.trl import (
     accuracy_reward,
     get_cosine_scaled_reward,
@@ -37,11 +23,10 @@ from torchrl_rloo.rewards.trl import (
     reasoning_accuracy_reward,
     think_format_reward,
 )
-from torchrl_rloo.rewards.wrapping import RewardWrapper, Shuffled
+from torchrl_rloo.rewards.wrapping import ForTask, RewardWrapper, Shuffled
 
 __all__ = [
     "REWARDS",
-    "ByTask",
     "CodeTests",
     "CosineScaled",
     "Countdown",
@@ -63,8 +48,6 @@ __all__ = [
     "RemoteScorer",
     "RepetitionPenalty",
     "RewardBatch",
-    "RewardFailureError",
-    "RewardFunction",
     "RewardRunner",
     "RewardWrapper",
     "SequenceClassifier",
@@ -72,7 +55,6 @@ __all__ = [
     "SoftOverlong",
     "StopProperly",
     "ThreadExecutor",
-    "TrainerState",
     "accuracy_reward",
     "boxed_accuracy",
     "call_reward",

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrl_rloo.rewards.math_judge import MathJudge
-from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, final_text
+from torchrl_rloo.rewards.process_judge import MathJudge
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, check_column, final_text, take_columns
 from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
@@ -38,10 +38,10 @@ class MathAccuracy:
       must agree. Numbers are not converted, since ``11_2`` does not answer how 3 is written in base 2.
     - The case of variables (``n``, ``N``) and repeated answers (``5, 5``) do not count.
 
-    Worker processes parse and compare (:class:`~torchrl_rloo.rewards.math_judge.MathJudge`), so any thread may call
-    this reward, and rows of a batch are judged side by side. A row that exceeds ``timeout`` scores 0.0, or abstains if
-    parsing the gold hangs. Time-outs are counted in ``judge.timeouts``, and a warning is logged if they take most of
-    the time. After 8 time-outs in a batch the limit is a tenth. A box of more than 500 characters scores 0.0, unread.
+    Worker processes parse and compare, so any thread may call this reward, and rows of a batch are judged side by side.
+    A row that exceeds ``timeout`` scores 0.0, or abstains if parsing the gold hangs. Time-outs are counted in
+    ``judge.timeouts``, and a warning is logged if they take most of the time. After 8 time-outs in a batch the limit is
+    a tenth. A box of more than 500 characters scores 0.0, unread.
 
     Args:
         column: dataset column of gold answers, strings or None.
@@ -60,9 +60,7 @@ class MathAccuracy:
     __name__ = "math_accuracy"
 
     def __init__(self, *, column: str = "solution", timeout: float = 5.0):
-        if not column or not isinstance(column, str):
-            raise ValueError(f"column={column!r} must name the dataset's column of gold answers")
-        self.column, self.judge = column, MathJudge(timeout)
+        self.column, self.judge = check_column(column), MathJudge(timeout)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
@@ -76,19 +74,17 @@ class MathAccuracy:
             KeyError: if the dataset does not have ``column``.
             TypeError: if a gold is neither a string nor None.
         """
-        if self.column not in columns:
-            raise KeyError(f"{self.__name__} requires column {self.column!r}; the rows have {sorted(columns)}")
-        golds = columns[self.column]
+        (golds,) = take_columns(self.__name__, [self.column], columns)
         for gold in golds:
             if not isinstance(gold, str | None):
                 raise TypeError(f"{self.column}={gold!r} ({type(gold).__name__}) must be a string or None; use str()")
         texts = [self._judged_text(final_text(completion)) for completion in completions]
         # A text without an answer scores 0 whatever its gold; the judge takes the others together
-        rows = [
-            i for i, (text, gold) in enumerate(zip(texts, golds, strict=True)) if text is not None and gold is not None
-        ]
-        verdicts = dict(zip(rows, self.judge.judge_rows([(golds[i], texts[i]) for i in rows]), strict=True))
-        return [0.0 if text is None else _to_score(verdicts.get(i)) for i, text in enumerate(texts)]
+        rows = [i for i, text in enumerate(texts) if text is not None and golds[i] is not None]
+        scores = [0.0 if text is None else None for text in texts]
+        for i, verdict in zip(rows, self.judge.judge_rows([(golds[i], texts[i]) for i in rows]), strict=True):
+            scores[i] = None if verdict is None else float(verdict)
+        return scores
 
     def describe(self, golds: Sequence[str | None], texts: Sequence[str]) -> list[tuple[str, str]]:
         """Return the canonical forms of each gold and text's answer, or in brackets why there is none."""
@@ -106,10 +102,6 @@ class MathAccuracy:
 
     def _judged_text(self, text: str) -> str | None:
         return text
-
-
-def _to_score(verdict: bool | None) -> float | None:
-    return None if verdict is None else float(verdict)
 
 
 class ReasoningAccuracy(MathAccuracy):
@@ -136,11 +128,7 @@ class ReasoningAccuracy(MathAccuracy):
     __name__ = "reasoning_accuracy"
 
     def __init__(
-        self,
-        reasoning_delimiters: Sequence[str] = ("</think>",),
-        *,
-        column: str = "solution",
-        timeout: float = 5.0,
+        self, reasoning_delimiters: Sequence[str] = ("</think>",), *, column: str = "solution", timeout: float = 5.0
     ):
         super().__init__(column=column, timeout=timeout)
         delimiters = () if isinstance(reasoning_delimiters, str) else tuple(reasoning_delimiters)
@@ -212,11 +200,10 @@ class CosineScaled(RewardWrapper):
 
     def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return the scaled rewards, None where ``correctness`` abstains."""
-        return [
-            score if score is None or not math.isfinite(score) else self._scaled(bool(score), len(ids))
-            for score, ids in zip(scores, batch.completion_ids, strict=True)
-        ]
 
-    def _scaled(self, correct: bool, length: int) -> float:
-        start, end = self.correct if correct else self.wrong
-        return end + (start - end) * (1 + math.cos(math.pi * min(length / self.max_len, 1.0))) / 2
+        def scale(score: float, length: int) -> float:
+            start, end = self.correct if score else self.wrong
+            return end + (start - end) * (1 + math.cos(math.pi * min(length / self.max_len, 1.0))) / 2
+
+        rows = zip(scores, map(len, batch.completion_ids), strict=True)
+        return [score if score is None or not math.isfinite(score) else scale(score, n) for score, n in rows]

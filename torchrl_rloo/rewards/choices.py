@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from torchrl_rloo.rewards.matching import last_boxed
-from torchrl_rloo.rewards.protocol import final_text
+from torchrl_rloo.rewards.protocol import RowReward, check_column
 
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{|[{}*_`$\"']")
 _IS = (
@@ -46,7 +45,7 @@ _DOUBTED_BEHIND = re.compile(
 _SENTENCE_CHARS = 200  # searched in front of an announcement
 
 
-class MultipleChoice:
+class MultipleChoice(RowReward):
     r"""Reward of 1.0 where a completion chooses the right letter, else 0.0.
 
     The choice is the first of these that the completion contains:
@@ -84,9 +83,8 @@ class MultipleChoice:
         letters = [str(choice).upper() for choice in choices]
         if not len(set(letters)) == len(letters) > 1 or not all(re.fullmatch("[A-Z0-9]", c) for c in letters):
             raise ValueError(f"choices={choices!r} must be at least two different letters or digits, such as 'ABCD'")
-        if not column or not isinstance(column, str):
-            raise ValueError(f"column={column!r} must name the dataset's column of golds")
-        self.column, self.choices, self.options = column, "".join(letters), options
+        self.column, self.choices, self.options = check_column(column), "".join(letters), options
+        self.reads = (column, options) if options else (column,)
         # Compile the patterns that depend on the letters, in both cases except in prose
         one = f"[{self.choices}{self.choices.lower()}]"
         others = rf"\(?(?:,|;|/|&|\||or\b|and\b|,\s?or\b|,\s?and\b)\s?[(\[]?[{self.choices}]\b[)\]]?"
@@ -106,24 +104,9 @@ class MultipleChoice:
         self._line = re.compile(rf"[(\[]?({one})[)\].:]{{0,2}}")
         self._option = re.compile(rf"(?:[(\[]({one})[)\]]|({one})[).:])(?=\s|$)")
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
-    ) -> list[float | None]:
-        """Return ``B`` scores: 1.0, 0.0, or None where the gold is None.
-
-        Raises:
-            KeyError: if the dataset does not have ``column`` or ``options``.
-            ValueError: if a gold matches none of the choices.
-        """
-        for column in filter(None, (self.column, self.options)):
-            if column not in columns:
-                raise KeyError(f"{self.__name__} requires column {column!r}; the rows have {sorted(columns)}")
-        options = columns[self.options] if self.options else [()] * len(completions)
-        rows = zip(completions, columns[self.column], options, strict=True)
-        return [
-            None if gold is None else float(self.find_choice(final_text(completion)) == self._letter(gold, texts))
-            for completion, gold, texts in rows
-        ]
+    def score(self, text: str, gold: str | int | None, options: Sequence[str] = ()) -> float | None:
+        """Return 1.0, 0.0 or None; raise ``ValueError`` for a gold that matches none of the choices."""
+        return None if gold is None else float(self.find_choice(text) == self._letter(gold, options))
 
     def find_choice(self, text: str) -> str | None:
         """Return the letter of ``choices`` that a completion chooses; None if it chooses none or several."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,9 +21,7 @@ class SequenceClassifier:
     generation prompt. Plain texts are joined, and the tokenizer adds its special tokens. The model is loaded at the
     first call. A pickle holds only its name, or the weights if ``model`` is a module. Rows are sorted by length and
     padded on the right. Their order and ``batch_size`` change scores only by rounding (2e-6 at scores around 1 in
-    float32).
-
-    Each call sets evaluation mode and disables gradients. Calls from several threads are executed one after another.
+    float32). Each call sets evaluation mode and disables gradients. Calls of several threads are executed in turn.
 
     Metric: ``<name>/overlong``, the share of rows with more than ``max_length`` tokens, before any truncation.
 
@@ -112,7 +109,9 @@ class SequenceClassifier:
                 for prompt, completion in zip(prompts, completions, strict=True)
             ]
             # Truncate overlong rows, or leave them out
-            limit = self.max_length or _context_length(model, tokenizer)
+            most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            # The smaller limit of both: RoBERTa has two unusable positions, and a tokenizer may have no limit
+            limit = self.max_length or min(most or sys.maxsize, tokenizer.model_max_length)
             overlong = [len(ids) > limit for ids in rows]
             if log_metric is not None and rows:
                 log_metric(f"{self.__name__}/overlong", sum(overlong) / len(rows))
@@ -123,23 +122,17 @@ class SequenceClassifier:
             order = sorted((i for i, ids in enumerate(rows) if ids and not overlong[i]), key=lambda i: -len(rows[i]))
             scores: list[float | None] = [None] * len(rows)
             size = 1 if tokenizer.pad_token_id is None else self.batch_size
-            with self._on_device(model):
+            try:
+                if self.offload:
+                    model.to(device=self.device)
                 for start in range(0, len(order), size):
                     batch = order[start : start + size]
                     for i, score in zip(batch, self._forward(model, tokenizer, [rows[i] for i in batch]), strict=True):
                         scores[i] = score
+            finally:
+                if self.offload:
+                    model.to(device="cpu")
             return scores
-
-    @contextmanager
-    def _on_device(self, model: torch.nn.Module) -> Iterator[None]:
-        """Move an offloaded model to its device within the context."""
-        if self.offload:
-            model.to(device=self.device)
-        try:
-            yield
-        finally:
-            if self.offload:
-                model.to(device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_loaded", "_lock")}
@@ -158,12 +151,7 @@ class SequenceClassifier:
         return logits[:, self.label or 0].float().tolist()
 
     def prepare(self) -> None:
-        """Load the model and its tokenizer, unless they are loaded.
-
-        Raises:
-            OSError: if the model does not exist.
-            ValueError: if the model cannot score; see the class.
-        """
+        """Load the model and its tokenizer, unless they are loaded; raise what the class says."""
         self._load()
 
     def _load(self) -> tuple[torch.nn.Module, Any]:
@@ -178,7 +166,8 @@ class SequenceClassifier:
                 if "device_map" not in self.model_kwargs:
                     model = model.to(place or "cpu")
             else:
-                model = self.model.to(**_drop_none(device=place, dtype=self.dtype and parse_dtype(self.dtype)))
+                placement = {"device": place, "dtype": self.dtype and parse_dtype(self.dtype)}
+                model = self.model.to(**{name: value for name, value in placement.items() if value is not None})
             tokenizer = self._load_tokenizer(model)
             _check_head(model, self.label, self.__name__)
             _set_pad_token(model, tokenizer)
@@ -205,20 +194,9 @@ class SequenceClassifier:
 
 
 def scored_ids(tokenizer: Any, prompt: Any, completion: Any, **template_kwargs: Any) -> list[int]:
-    """Return the token ids of a trajectory for a reward model, in training and in scoring.
+    """Return the ``[T]`` token ids of a trajectory for a reward model, in training and in scoring.
 
-    Args:
-        tokenizer: tokenizer of the reward model.
-        prompt: text or chat messages.
-        completion: text or chat messages, of the same kind as ``prompt``.
-        **template_kwargs: keyword arguments of the chat template.
-
-    Returns:
-        ``[T]`` token ids of prompt and completion.
-
-    Raises:
-        TypeError: if only one of ``prompt`` and ``completion`` is text.
-        ValueError: if they are messages and the tokenizer has no chat template.
+    Prompt and completion are both texts, else ``TypeError``, or both messages, which require a chat template.
     """
     from torchrl_rloo.data.templates import encode_messages, join_conversation
 
@@ -232,19 +210,10 @@ def scored_ids(tokenizer: Any, prompt: Any, completion: Any, **template_kwargs: 
 def load_classifier(
     name: str, *, dtype: str = "float32", label: int | None = None, **model_kwargs: Any
 ) -> torch.nn.Module:
-    """Load a sequence classifier in evaluation mode on the CPU.
+    """Load a sequence classifier or an adapter of one in evaluation mode on the CPU.
 
-    Args:
-        name: hub id, or directory of a model or of a LoRA adapter.
-        dtype: ``"float32"``, ``"bfloat16"``, ...
-        label: index of the logit to use. None loads an adapter onto a base model with one label; otherwise also pass
-            ``num_labels=``.
-        **model_kwargs: keyword arguments of ``from_pretrained``.
-
-    Raises:
-        ValueError: if ``dtype`` is unknown or the checkpoint has no classification head.
-        ImportError: if an adapter is loaded without peft.
-        OSError: if the model does not exist.
+    A ``label`` of None loads an adapter onto a base model with one label; otherwise also pass ``num_labels=``. Raise
+    ``ValueError`` if the checkpoint has no classification head.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.peft_utils import find_adapter_config_file
@@ -295,15 +264,5 @@ def _set_pad_token(model: torch.nn.Module, tokenizer: Any) -> None:
     config.pad_token_id = tokenizer.pad_token_id
 
 
-def _context_length(model: torch.nn.Module, tokenizer: Any) -> int:
-    """Return the smaller limit of both: RoBERTa has two unusable positions, and a tokenizer may have no limit."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(most or sys.maxsize, tokenizer.model_max_length)
-
-
 def _path_of(model: torch.nn.Module) -> str:
     return getattr(model, "name_or_path", "") or ""
-
-
-def _drop_none(**settings: Any) -> dict[str, Any]:
-    return {k: v for k, v in settings.items() if v is not None}

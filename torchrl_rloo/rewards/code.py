@@ -30,13 +30,7 @@ _LARGE_SHARE = 0.5  # of the time of a call, in programs that reach a time limit
 
 @dataclass(frozen=True)
 class Call:
-    """Test that a function or method of ``Solution`` returns ``expected``.
-
-    Attributes:
-        name: name of the function.
-        arguments: its arguments as JSON.
-        expected: its result as JSON, or a list with the result.
-    """
+    """Test that a function or method of ``Solution`` returns ``expected``, or a list with it; both sides are JSON."""
 
     name: str
     arguments: Any
@@ -74,26 +68,23 @@ class CodeTests:
     **Names.** Tests take only the names under test from the program: ``fn_name``, those of ``entry_point``, or else
     those that nothing but the program can give. A missing one is a failure, even if it is the name of a built-in. All
     other names are the tests' own: built-ins, imports, definitions of ``setup``, functions of ``prelude``, and pure
-    modules of the standard library (see :mod:`torchrl_rloo.rewards.code_names`).
+    modules of the standard library.
 
     **Cheats.** A program never runs in a process that knows the expected results. Expected outputs stay in this
-    process. Assertions run in a second sandboxed process, which sends calls to the program and gets plain values back
-    (see :mod:`torchrl_rloo.sandbox.code_judge`). A program that exits early, prints a verdict, patches built-ins or
-    returns an object that equals everything therefore fails. These weaknesses remain:
+    process. Assertions run in a second sandboxed process, which sends calls to the program and gets plain values back.
+    A program that exits early, prints a verdict, patches built-ins or returns an object that equals everything
+    therefore fails. These weaknesses remain:
 
-    - A program that knows the inputs can look up the results instead of computing them.
-    - A program can influence tests that check a result with another name under test. An example is a class whose
-      instances are the expected results. It can also change an argument with which a test compares the result.
-    - Methods of an object are the program's opinion, such as ``f(1).is_valid()`` or ``f(1).get(2)``. So are the
-      operators of a class under test, as in ``3 in Bag([3])``.
+    - A program that knows the inputs can look up the results. It can change an argument with which a test compares.
+    - A program can influence tests that check a result with another name under test, such as a class of the results.
+    - Methods of an object (``f(1).is_valid()``) and operators of a class under test are the program's opinion.
     - NaN passes tests that only refute a comparison, such as ``not abs(f(2) - 4) > 1e-6``.
 
     **Objects.** An object of the program acts in the tests like in one process: its methods, operators, attributes,
     classes and exceptions are the program's. Lists, dicts and other containers are the same on both sides, up to 2000
     items. A class counts as under test if its name in the tests is capitalized, such as ``Stack``; ``Solution`` and
-    names with underscores do not. Objects of other classes have less say. Their operators never see a value of the
-    tests. They cannot stand for a number, a false value or a text. If they are a subclass of ``list``, ``int`` or
-    another plain type, they act as that.
+    names with underscores do not. Objects of other classes have less say: their operators never see a value of the
+    tests, and they stand for no number, false value or text. Subclasses of plain types such as ``list`` act as these.
 
     **Time.** A call takes at most ``ceil(B / workers) * (row_timeout + sandbox.timeout)`` seconds, plus the start of
     the sandbox, for any programs. Rows run concurrently. The assertions of a row share one time limit of the sandbox.
@@ -101,13 +92,12 @@ class CodeTests:
     remaining ones fail.
 
     A row abstains (None) if its tests are missing or broken: unknown form, unequal numbers of inputs and outputs, a
-    syntax error, a name that nothing defines, or no entry point for ``check``. It also abstains if a test
+    syntax error, a name that nothing defines, no entry point for ``check``. It also abstains if a test
 
     - passes a function, an instance of the test's class, or another value that cannot be sent to a process;
     - derives a class from one of the program, or pickles an object of it;
     - patches a module, or replaces the input, the environment or the warnings of the program;
-    - needs a package, a file, ``asyncio`` or ``tempfile``, which the sandbox lacks;
-    - writes to the file of the verdicts.
+    - needs a package, a file, ``asyncio`` or ``tempfile``, or writes to the file of the verdicts.
 
     Any failure of the program, time-outs included, scores 0.0. So does a program that needs what the sandbox lacks, and
     a test of its log, its threads or the lifetime of its objects.
@@ -167,12 +157,7 @@ class CodeTests:
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return ``B`` rewards in [0, 1] or None; log the reasons in the column ``code_tests_reason``.
-
-        Raises:
-            KeyError: if a column is missing.
-            RuntimeError: if the sandbox fails, independently of the program.
-        """
+        """Return ``B`` rewards in [0, 1] or None; log the reasons in the column ``code_tests_reason``."""
         # Collect the rows
         required = [name for name in (self.column, self.setup, self.prelude) if name is not None]
         for name in required:
@@ -256,14 +241,10 @@ class CodeTests:
 
 
 def read_verdicts(output: str, count: int) -> list[tuple[bool, str | None]]:
-    """Return the verdicts that :func:`torchrl_rloo.sandbox.code_judge.judge` has printed.
+    """Return the verdicts that :func:`torchrl_rloo.sandbox.code_judge.judge` has printed, of ``count`` tests.
 
-    Args:
-        output: lines of verdicts. The last one is incomplete if a limit ended the judge.
-        count: number of tests.
-
-    Raises:
-        BrokenTestsError: if the judge says so, or tests have written to the file of the verdicts.
+    The last line is incomplete if a limit ended the judge. Raise ``BrokenTestsError`` if the judge says so, or if tests
+    have written to the file of the verdicts.
     """
     verdicts: list[tuple[bool, str | None]] = []
     for line in output.split("\n")[:-1]:
@@ -302,16 +283,10 @@ def is_stalled(result: SandboxResult) -> bool:
 def make_tasks(
     tests: Sequence[str] | Sequence[Call], setup: str, prelude: str, given: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tasks of the judge and of the program's process.
+    """Return the tasks of the judge and of the program's process, for tests of :func:`parse_tests` except pairs.
 
-    Args:
-        tests: tests of :func:`parse_tests`, except pairs.
-        setup: code that runs before the tests.
-        prelude: code that runs before the program.
-        given: names under test. Empty derives them from the tests.
-
-    Raises:
-        BrokenTestsError: if the tests cannot run with any program.
+    Without ``given`` names under test, they are derived from the tests. Raise ``BrokenTestsError`` if the tests cannot
+    run with any program.
     """
     # Separate the function that the judge calls from the names that the tests read
     kinds = ["call" if isinstance(test, Call) else "check" if _CHECK.search(test) else "assert" for test in tests]
@@ -337,11 +312,7 @@ def make_tasks(
 
 
 def as_names(entry_point: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names under test, empty for None.
-
-    Raises:
-        BrokenTestsError: if one is not an identifier, nor a method such as ``Solution().f``.
-    """
+    """Return the names under test, such as ``f`` or ``Solution().f``; none for None."""
     names = [entry_point] if entry_point and isinstance(entry_point, str) else entry_point or ()
     if not isinstance(names, Sequence):
         raise BrokenTestsError(f"entry_point={entry_point!r:.100} must be a name or a list of names")
@@ -362,18 +333,7 @@ def join_code(code: str | Sequence[str] | None) -> str:
 
 
 def parse_tests(tests: Any, given: Sequence[str] = ()) -> list[str] | list[Call] | list[tuple[str, str]]:
-    """Parse the tests of a row into assertions or pairs of input and output.
-
-    Args:
-        tests: value of the column, in a form that :class:`CodeTests` lists.
-        given: names under test; the first is the function for ``check(candidate)``.
-
-    Returns:
-        List of Python snippets, of calls, or of pairs ``(input, output)``.
-
-    Raises:
-        BrokenTestsError: if the value has none of these forms or holds no test.
-    """
+    """Parse the tests of a row, in a form of :class:`CodeTests`: snippets, calls, or pairs of input and output."""
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         try:
             tests = json.loads(tests)

@@ -40,11 +40,9 @@ class BrokenTestsError(ValueError):
 class TestNames:
     """Owners of the names in the tests of a row.
 
-    Attributes:
-        program: names of the program; a missing one is a failure.
-        instances: those of them that the prelude gives to the program, since it defines a class.
-        library: names from pure modules, as ``(name, module, attribute)``; the attribute "" means the module.
-        prelude: True if the tests also run the prelude, since they use its functions.
+    The names of the ``program`` must be in it. Of these, the prelude gives ``instances`` to the program, since it
+    defines a class. The ``library`` are names from pure modules, as ``(name, module, attribute)``, where "" means the
+    module. Tests that use functions of the ``prelude`` also run it.
     """
 
     __test__ = False
@@ -68,20 +66,13 @@ class TextNames:
 def resolve_names(
     tests: tuple[str, ...], setup: str, prelude: str, given: tuple[str, ...], candidate: str = ""
 ) -> TestNames:
-    """Resolve the names in the tests of a row.
+    """Resolve the names in the tests of a row; raise ``BrokenTestsError`` if a text reads a name that nothing gives.
 
-    Args:
-        tests: assertions.
-        setup: code that runs before them.
-        prelude: code that runs before the program. Its functions are the tests' own, except stubs without a body. If
-            it defines a class, all its names are the program's, whose process holds the instances.
-        given: names under test. Empty derives them: the names that nothing else gives. In a test without any, it is
-            the function that the test calls first, even if that has the name of a built-in.
-        candidate: name of the function that is passed to ``check``; "" without one. Inside of ``check`` the name of
-            a built-in remains the built-in.
-
-    Raises:
-        BrokenTestsError: if a text has a syntax error or reads a name that nothing gives.
+    The functions of the ``prelude`` are the tests' own, except stubs without a body. If it defines a class, all its
+    names are the program's, whose process holds the instances. Without ``given`` names under test, they are the names
+    that nothing else gives. In a test without any, it is the function that the test calls first, even if that has the
+    name of a built-in. The ``candidate`` is the function that is passed to ``check``, inside of which the name of a
+    built-in remains the built-in.
     """
     texts = [read_names(text) for text in (setup, *tests)]
     helpers, instances = _prelude_names(prelude)
@@ -90,7 +81,11 @@ def resolve_names(
     imported = frozenset().union(*(text.imported for text in texts))
     read = {name for text in texts for name in text.read if not _is_dunder(name)} - defined
     bare = _bare_names((setup, *tests))
-    ambient = {name for name in read if _is_ambient(name, imported, bare)}
+    ambient = {
+        name
+        for name in read
+        if name in imported or hasattr(builtins, name) or name in BORROWED or (name in PURE and name not in bare)
+    }
     # What the program has to give
     program = set(given) | (instances & read) | ({candidate} & read - ambient)
     if given or candidate:
@@ -115,11 +110,7 @@ def check_names(names: Sequence[str]) -> None:
 
 @lru_cache(maxsize=1024)
 def read_names(text: str) -> TextNames:
-    """Return the global names of a text.
-
-    Raises:
-        BrokenTestsError: if it is not Python.
-    """
+    """Return the global names of a text; raise ``BrokenTestsError`` if it is not Python."""
     try:
         module = symtable.symtable(text, "<test>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -141,13 +132,8 @@ def read_names(text: str) -> TextNames:
 def reference_names(code: str, tests: str) -> tuple[list[str], str]:
     """Return the names of a reference solution that its tests read, and its imports for those tests.
 
-    Args:
-        code: reference solution. Code that is not Python has no names.
-        tests: code of all tests.
-
-    Example:
-        >>> reference_names("import math\\ndef half(x): return x / 2", "assert math.isclose(half(1), 0.5)")
-        (['half'], 'import math')
+    >>> reference_names("import math\\ndef half(x): return x / 2", "assert math.isclose(half(1), 0.5)")
+    (['half'], 'import math')
     """
     try:
         defined, read = read_names(code).defined, read_names(tests).read
@@ -179,11 +165,6 @@ def _starred(text: str) -> Iterator[str]:
 
 def _is_dunder(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
-
-
-def _is_ambient(name: str, imported: frozenset[str], bare: set[str]) -> bool:
-    """Return whether tests have a name without the program."""
-    return name in imported or hasattr(builtins, name) or name in BORROWED or (name in PURE and name not in bare)
 
 
 def _bare_names(texts: Sequence[str]) -> set[str]:
@@ -231,9 +212,7 @@ def _prelude_names(prelude: str) -> tuple[frozenset[str], frozenset[str]]:
 
 def _is_stub(node: ast.AST) -> bool:
     """Return whether a definition has no body but a docstring, ``pass``, ``...`` or ``raise``."""
-    if isinstance(node, ast.ClassDef):
-        return all(_is_stub(part) for part in node.body)
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return all(_is_stub(part) for part in node.body)
     constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return constant or isinstance(node, (ast.Pass, ast.Raise))

@@ -8,57 +8,24 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 from torchrl_rloo.rewards.matching import last_boxed
-from torchrl_rloo.rewards.protocol import final_text
+from torchrl_rloo.rewards.protocol import RowReward
 
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _EXPRESSION = re.compile(r"[0-9+\-*/(). ]{1,200}")
-_SIGNS = {  # spellings of the four signs, longest first
-    "*": (
-        "\\times",
-        "\\cdot",
-        "\\ast",
-        "*",
-        "\u00d7",
-        "\u00b7",
-        "\u22c5",
-        "\u2217",
-        "\u2022",
-        "\u2715",
-        "\u2a2f",
-        "\uff0a",
-        "x",
-        "X",
-    ),
-    "/": ("\\div", "\u00f7", "\u2215", "\u2044"),
-    "-": ("\u2212", "\u2013", "\u2014", "\ufe63", "\uff0d", "\u2010", "\u2011"),
-    "+": ("\uff0b", "\ufe62"),
-    "(": ("{", "\\left(", "\\bigl(", "[", "\\left[", "\uff08"),
-    ")": ("}", "\\right)", "\\bigr)", "]", "\\right]", "\uff09"),
-    " ": (
-        "\\,",
-        "\\;",
-        "\\!",
-        "\\:",
-        "\\ ",
-        "\\(",
-        "\\)",
-        "\\[",
-        "\\]",
-        "$",
-        "`",
-        "\n",
-        "\r",
-        "\t",
-        "\u00a0",
-        "\u2009",
-        "\u202f",
-    ),
+_SIGNS = {  # spellings of the signs
+    "*": "\\times \\cdot \\ast * \u00d7 \u00b7 \u22c5 \u2217 \u2022 \u2715 \u2a2f \uff0a x X",
+    "/": "\\div \u00f7 \u2215 \u2044",
+    "-": "\u2212 \u2013 \u2014 \ufe63 \uff0d \u2010 \u2011",
+    "+": "\uff0b \ufe62",
+    "(": "{ \\left( \\bigl( [ \\left[ \uff08",
+    ")": "} \\right) \\bigr) ] \\right] \uff09",
+    " ": "\\, \\; \\! \\: \\( \\) \\[ \\] $ `",
 }
-_SPELLINGS = {spelling: sign for sign, spellings in _SIGNS.items() for spelling in spellings}
+_SPELLINGS = {spelling: sign for sign, spellings in _SIGNS.items() for spelling in spellings.split()}
+_SPELLINGS |= dict.fromkeys(("\\ ", "\n", "\r", "\t", "\u00a0", "\u2009", "\u202f"), " ")
 _SPELLED = re.compile("|".join(re.escape(s) for s in sorted(_SPELLINGS, key=len, reverse=True)))
 _MAX_CHARS = 1000  # before signs are unified
 _FRACTION = re.compile(r"\\[dt]?frac\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
@@ -102,7 +69,7 @@ def _value(node: ast.AST, numbers: list[int]) -> Fraction:
     raise ValueError(f"{type(node).__name__} is not allowed in an expression")
 
 
-class Countdown:
+class Countdown(RowReward):
     """Reward of 1.0 where the expression of a completion uses each number exactly once and equals the target.
 
     The expression is in the last ``<answer>...</answer>``, else in the last ``\\boxed{}``.
@@ -129,25 +96,12 @@ class Countdown:
         if not 0 <= format_score < 1:
             raise ValueError(f"format_score={format_score} must be in [0, 1): a solution scores 1")
         self.format_score, self.numbers_column, self.target_column = format_score, numbers_column, target_column
+        self.reads = (numbers_column, target_column)
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
-    ) -> list[float | None]:
-        """Return ``B`` scores: 1.0, ``format_score``, 0.0, or None where the numbers are None.
-
-        Raises:
-            KeyError: if a column is missing.
-        """
-        for column in (self.numbers_column, self.target_column):
-            if column not in columns:
-                raise KeyError(
-                    f"{self.__name__} requires column {column!r}; the rows have {sorted(columns)}; set numbers_column= "
-                    "and target_column="
-                )
-        rows = zip(completions, columns[self.numbers_column], columns[self.target_column], strict=True)
-        return [None if numbers is None else self._score(final_text(c), numbers, target) for c, numbers, target in rows]
-
-    def _score(self, text: str, numbers: Sequence[int], target: int) -> float:
+    def score(self, text: str, numbers: Sequence[int] | None, target: int) -> float | None:
+        """Return 1.0, ``format_score``, 0.0, or None where the numbers are None."""
+        if numbers is None:
+            return None
         tagged = _ANSWER.findall(text)
         expression = tagged[-1] if tagged else last_boxed(text)
         found = None if expression is None else evaluate_expression(expression)

@@ -1,4 +1,4 @@
-"""Worker process that calls reward functions; a script started by :mod:`torchrl_rloo.rewards.executor_process`.
+"""Worker process that calls reward functions; a script started by :mod:`torchrl_rloo.rewards.executors`.
 
 Its arguments are the id of the training process, the limit on private memory, and two file descriptors: a socket for
 messages, and a file for tracebacks of crashes and hangs. It does not import torch, so it starts within a fraction of a

@@ -10,9 +10,9 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.json_worker import read_schema
+from torchrl_rloo.rewards.judge_worker import read_schema
 from torchrl_rloo.rewards.process_judge import ProcessJudge
-from torchrl_rloo.rewards.protocol import final_text
+from torchrl_rloo.rewards.protocol import RowReward, final_text, take_columns
 
 _FENCE = re.compile(r"^\ufeff?([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 _INLINE = re.compile(r"```([^\n`]+)```")
@@ -32,19 +32,11 @@ class Block(NamedTuple):
 
 
 def find_blocks(text: str, is_open: Callable[[str], bool] | None = None) -> list[Block]:
-    """Return the blocks of a text. The time is linear in its length.
+    """Return the blocks of a Markdown text. The time is linear in its length.
 
-    A block ends at a fence of the same character, at least as long and not indented further. A fence that names a
-    language inside a block starts a new block: the earlier one was never closed. Lines of an indented block lose that
-    indentation.
-
-    Args:
-        text: Markdown text.
-        is_open: function that returns True if a fence cannot end a block with this content.
-
-    Example:
-        >>> find_blocks("1. So:\\n   ~~~python\\n   x = 1\\n   ~~~")
-        [Block(language='python', content='x = 1\\n', closed=True)]
+    A block ends at a fence of the same character, at least as long and not indented further, unless ``is_open`` of its
+    content. A fence that names a language inside a block starts a new block: the earlier one was never closed. Lines of
+    an indented block lose that indentation.
     """
     blocks: list[Block] = []
     opening, start, tries = None, 0, 0
@@ -92,16 +84,11 @@ def last_block(text: str, languages: Collection[str]) -> str:
 def find_program(text: str, rank: Callable[[str], int]) -> str:
     """Return the Python program of an answer, or the whole text if there is no block of it.
 
-    Blocks of Python count before blocks without a language. Of those with the highest rank, the last one is the
-    program. One that is cut off counts only if no other is left.
+    Blocks of Python count before blocks without a language. Of those whose content has the highest rank, the last one
+    is the program. One that is cut off counts only if no other is left.
 
-    Args:
-        text: answer, which may be Markdown.
-        rank: function from the content of a block to its fitness for the task.
-
-    Example:
-        >>> find_program("```python\\nx = 1\\n```\\nOutput:\\n```\\n1\\n```", len)
-        'x = 1\\n'
+    >>> find_program("```python\\nx = 1\\n```\\nOutput:\\n```\\n1\\n```", len)
+    'x = 1\\n'
     """
     blocks = find_blocks(text, _ends_in_string)
     if blocks and not blocks[-1].closed:  # a string without end has hidden the fences
@@ -136,29 +123,17 @@ def think_format(
 
     The completion must begin with ``<think>``, close it, and contain no second ``<think>``. Empty reasoning, an empty
     answer and further ``</think>`` tags are allowed, as in TRL. If the chat template writes ``<think>`` into the
-    prompt, all completions score 0.0.
-
-    Args:
-        prompts: unused.
-        completions: ``B`` completions, plain text or a list of messages, of which the last assistant message is judged.
-        completion_ids: unused.
-        **columns: unused.
-
-    Returns:
-        ``B`` scores, 1.0 or 0.0.
+    prompt, all completions score 0.0. The last assistant message is judged, and no other argument is used.
 
     Example:
         >>> think_format(["47+38?"] * 2, ["<think>carry</think>85", "85"], [[1], [2]])
         [1.0, 0.0]
     """
-    return [float(_is_think(final_text(completion))) for completion in completions]
+    texts = [final_text(completion) for completion in completions]
+    return [float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t) for t in texts]
 
 
-def _is_think(text: str) -> bool:
-    return text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text
-
-
-class RegexFormat:
+class RegexFormat(RowReward):
     """Reward of 1.0 where a completion matches a regular expression, else 0.0.
 
     Patterns with nested repetitions, such as ``(a+)+b``, can take exponential time on a text that does not match. Use a
@@ -167,14 +142,13 @@ class RegexFormat:
     Args:
         pattern: regular expression for the whole completion, in the syntax of :mod:`re`.
         search: True accepts a match anywhere in the completion.
-        flags: letters of inline flags of :mod:`re`. ``i`` ignores case, ``m`` matches ``^`` and ``$`` at each line,
-            ``s`` (default) lets a dot match line breaks, and ``x`` allows comments. ``""`` sets none.
+        flags: letters of inline flags of :mod:`re`, such as ``i`` (ignore case) and ``s`` (a dot matches line breaks).
 
     Raises:
         ValueError: if ``pattern`` is not a regular expression, or ``flags`` holds an unknown letter.
 
     Example:
-        >>> reward = RegexFormat("<think>.*</think>\\s*<answer>.*</answer>")
+        >>> reward = RegexFormat("<think>.*</think>\\\\s*<answer>.*</answer>")
         >>> reward(["?"] * 2, ["<think>carry</think><answer>85</answer>", "<answer>85</answer>"], [[1], [2]])
         [1.0, 0.0]
     """
@@ -190,12 +164,9 @@ class RegexFormat:
             raise ValueError(f"pattern={pattern!r:.200} must be a valid regular expression: {error}") from error
         self.search = search
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
-    ) -> list[float | None]:
-        """Return ``B`` scores, 1.0 or 0.0."""
-        matches = self.pattern.search if self.search else self.pattern.fullmatch
-        return [float(matches(final_text(completion)) is not None) for completion in completions]
+    def score(self, text: str) -> float:
+        """Return 1.0 or 0.0."""
+        return float((self.pattern.search if self.search else self.pattern.fullmatch)(text) is not None)
 
 
 class JSONSchema:
@@ -206,9 +177,8 @@ class JSONSchema:
     score 0.0. References are resolved only within the schema; nothing is fetched. In ``pattern``, ``$`` is the end of
     the text.
 
-    Worker processes read schemas and judge completions, with limits of CPU time and memory
-    (:class:`~torchrl_rloo.rewards.process_judge.ProcessJudge`). A schema that exceeds one abstains: it is too large to
-    read, or takes too long even for a number. A completion that does so scores 0.0.
+    Worker processes read schemas and judge completions, with limits of CPU time and memory. A schema that exceeds one
+    abstains: it is too large to read, or takes too long even for a number. A completion that does so scores 0.0.
 
     Args:
         schema: schema of all rows, as a mapping or JSON. None requires ``column``.
@@ -229,11 +199,7 @@ class JSONSchema:
     __name__ = "json_schema"
 
     def __init__(
-        self,
-        schema: Mapping[str, Any] | bool | str | None = None,
-        *,
-        column: str | None = None,
-        timeout: float = 5.0,
+        self, schema: Mapping[str, Any] | bool | str | None = None, *, column: str | None = None, timeout: float = 5.0
     ):
         if find_spec("jsonschema") is None:
             raise ImportError('JSONSchema requires jsonschema: pip install "torchrl_rloo[rewards]"')
@@ -247,15 +213,9 @@ class JSONSchema:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """Return ``B`` scores: 1.0, 0.0, or None where the schema of the row is None or exceeds a limit.
-
-        Raises:
-            KeyError: if the dataset does not have ``column``.
-            ValueError: if a row's schema is not a JSON Schema, or a schema has an external reference.
-        """
-        if self.column and self.column not in columns:
-            raise KeyError(f"{self.__name__} requires column {self.column!r}; the rows have {sorted(columns)}")
-        schemas = columns[self.column] if self.column else [self.schema] * len(completions)
+        """Return ``B`` scores, None where a schema is None or exceeds a limit; raise ``ValueError`` if it is none."""
+        given = take_columns(self.__name__, [self.column] if self.column else [], columns)
+        schemas = given[0] if given else [self.schema] * len(completions)
         texts = [last_block(final_text(completion), ("json",)) for completion in completions]
         rows = [(_as_json(s), text) for s, text in zip(schemas, texts, strict=True) if s is not None]
         verdicts = iter(_shared_judge(self.timeout).judge_rows(rows))
@@ -272,4 +232,4 @@ def _as_json(schema: Mapping[str, Any] | bool | str) -> str:
 @cache
 def _shared_judge(timeout: float) -> ProcessJudge:
     """Return the judge that the rewards of this process share."""
-    return ProcessJudge("json_worker", timeout)
+    return ProcessJudge("json", timeout)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from torchrl_rloo.rewards.protocol import final_text
+from torchrl_rloo.rewards.protocol import RowReward
 
 _LANGUAGES = (
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
@@ -65,9 +65,6 @@ def count_sentences(text: str) -> int:
     or an initial (``Dr. J. Smith``) ends none. The dot of another abbreviation (``5 p.m.``, ``etc.``) and an ellipsis
     end one only before a capital letter that begins a common first word. Source: the idea of NLTK's Punkt (Kiss and
     Strunk 2006), without its learned tables.
-
-    >>> count_sentences("Dr. Smith met Mr. Jones at 5 p.m. on Monday. He left.")
-    2
     """
     for mark in "\u3002\uff01\uff1f":
         text = text.replace(mark, "! ")
@@ -96,20 +93,12 @@ _BULLET = re.compile(r"^[^\S\n]*(?:\*[^*].*|-.*)$", re.MULTILINE)
 _HIGHLIGHTS = (re.compile(r"\*([^\n*]*)\*"), re.compile(r"\*\*([^\n*]*)\*\*"))
 _POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\."), "P.P.S": re.compile(r"p\.\s?p\.\s?s")}
 _CONTRACTION = re.compile(r"(n't|'(?:s|m|d|ll|re|ve))\b", re.IGNORECASE)
+_ANSWERS = ("yes", "no", "maybe")
 _TOKEN = re.compile(r"[^\s,;:!?()\[\]{}\"]+")
 
 
 def compare(count: int, bound: int, relation: str) -> bool:
-    """Return whether a count satisfies a bound.
-
-    Args:
-        count: number of occurrences.
-        bound: number to compare with.
-        relation: ``"at least"``, ``"less than"``, ``"at most"`` or ``"exactly"``.
-
-    Raises:
-        ValueError: if ``relation`` is unknown.
-    """
+    """Return whether a count is ``"at least"``, ``"less than"``, ``"at most"`` or ``"exactly"`` the bound."""
     relations = {
         "at least": count >= bound,
         "less than": count < bound,
@@ -123,35 +112,6 @@ def compare(count: int, bound: int, relation: str) -> bool:
 
 def _count_keyword(text: str, keyword: str) -> int:
     return len(re.findall(re.escape(keyword), text, re.IGNORECASE))
-
-
-def _has_keywords(text: str, keywords: list[str]) -> bool:
-    return all(_count_keyword(text, keyword) for keyword in keywords)
-
-
-def _has_keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return compare(_count_keyword(text, keyword), frequency, relation)
-
-
-def _avoids_words(text: str, forbidden_words: list[str]) -> bool:
-    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
-
-
-def _has_letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return compare(text.lower().count(letter.strip().lower()), let_frequency, let_relation)
-
-
-def _has_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return compare(count_sentences(text), num_sentences, relation)
-
-
-def _has_paragraphs(text: str, num_paragraphs: int) -> bool:
-    paragraphs = _split(text, "***")
-    return paragraphs is not None and len(paragraphs) == num_paragraphs
-
-
-def _has_words(text: str, num_words: int, relation: str) -> bool:
-    return compare(len(_WORD.findall(text)), num_words, relation)
 
 
 def _has_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -170,28 +130,6 @@ def _has_placeholders(text: str, num_placeholders: int) -> bool:
         while (start := line.find("[", place)) >= 0 and (end := line.find("]", start)) >= 0:
             count, place = count + 1, end + 1
     return count >= num_placeholders
-
-
-def _has_postscript(text: str, postscript_marker: str) -> bool:
-    pattern = _POSTSCRIPTS.get(postscript_marker) or re.compile(re.escape(postscript_marker.lower()))
-    return pattern.search(text.lower()) is not None
-
-
-def _has_bullets(text: str, num_bullets: int) -> bool:
-    return len(_BULLET.findall(text)) == num_bullets
-
-
-def _has_constrained_answer(text: str) -> bool:
-    return any(option in text for option in ("My answer is yes.", "My answer is no.", "My answer is maybe."))
-
-
-def _has_highlights(text: str, num_highlights: int) -> bool:
-    found = [content for pattern in _HIGHLIGHTS for content in pattern.findall(text)]
-    return sum(bool(content.strip()) for content in found) >= num_highlights
-
-
-def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
 
 
 def _is_json(text: str) -> bool:
@@ -213,65 +151,72 @@ def _has_title(text: str) -> bool:
     return False
 
 
-def _has_two_responses(text: str) -> bool:
-    responses = _split(text, "******")
-    return responses is not None and len(responses) == 2 and responses[0] != responses[1]
-
-
-def _repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def _ends_with(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def _has_capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    tokens = _TOKEN.findall(_CONTRACTION.sub(r" \1", text))
-    return compare(sum(token.isupper() for token in tokens), capital_frequency, capital_relation)
-
-
 def _is_quoted(text: str) -> bool:
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def _split(text: str, separator: str) -> list[str] | None:
-    """Split a text at separators; None if a part other than the first and last is blank."""
+def _split(text: str, separator: str) -> list[str]:
+    """Split a text at separators; return nothing if a part other than the first and last is blank."""
     parts = [part.strip() for part in text.split(separator)]
-    return None if not all(parts[1:-1]) else [part for part in parts if part]
+    return [part for part in parts if part] if all(parts[1:-1]) else []
 
 
+# Name -> function of a text and of IFEval's arguments
 CHECKS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": _has_keywords,
-    "keywords:frequency": _has_keyword_frequency,
-    "keywords:forbidden_words": _avoids_words,
-    "keywords:letter_frequency": _has_letter_frequency,
+    "keywords:existence": lambda text, keywords: all(_count_keyword(text, keyword) for keyword in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: compare(
+        _count_keyword(text, keyword), frequency, relation
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
+        text.lower().count(letter.strip().lower()), let_frequency, let_relation
+    ),
     "language:response_language": is_in_language,
-    "length_constraints:number_sentences": _has_sentences,
-    "length_constraints:number_paragraphs": _has_paragraphs,
-    "length_constraints:number_words": _has_words,
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: compare(
+        count_sentences(text), num_sentences, relation
+    ),
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: len(_split(text, "***")) == num_paragraphs,
+    "length_constraints:number_words": lambda text, num_words, relation: compare(
+        len(_WORD.findall(text)), num_words, relation
+    ),
     "length_constraints:nth_paragraph_first_word": _has_first_word,
     "detectable_content:number_placeholders": _has_placeholders,
-    "detectable_content:postscript": _has_postscript,
-    "detectable_format:number_bullet_lists": _has_bullets,
-    "detectable_format:constrained_response": _has_constrained_answer,
-    "detectable_format:number_highlighted_sections": _has_highlights,
-    "detectable_format:multiple_sections": _has_sections,
+    "detectable_content:postscript": lambda text, postscript_marker: bool(
+        re.search(_POSTSCRIPTS.get(postscript_marker) or re.escape(postscript_marker.lower()), text.lower())
+    ),
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: len(_BULLET.findall(text)) == num_bullets,
+    "detectable_format:constrained_response": lambda text: any(f"My answer is {word}." in text for word in _ANSWERS),
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        sum(bool(content.strip()) for pattern in _HIGHLIGHTS for content in pattern.findall(text)) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+    ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": _has_title,
-    "combination:two_responses": _has_two_responses,
-    "combination:repeat_prompt": _repeats_prompt,
-    "startend:end_checker": _ends_with,
+    "combination:two_responses": lambda text: len(set(responses := _split(text, "******"))) == 2 == len(responses),
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": _is_quoted,
-    "change_case:capital_word_frequency": _has_capital_words,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
+        sum(token.isupper() for token in _TOKEN.findall(_CONTRACTION.sub(r" \1", text))),
+        capital_frequency,
+        capital_relation,
+    ),
     "change_case:english_capital": lambda text: text.isupper() and is_english(text),
     "change_case:english_lowercase": lambda text: text.islower() and is_english(text),
     "punctuation:no_comma": lambda text: "," not in text,
 }
 
 
-class InstructionFollowing:
+class InstructionFollowing(RowReward):
     """Reward of 1.0 where a completion follows all instructions of its row, else 0.0. ``partial`` scores their share.
 
     This is IFEval's strict accuracy: the text is judged unchanged, by its published definitions. An empty text follows
@@ -301,23 +246,12 @@ class InstructionFollowing:
         self, *, partial: bool = False, ids_column: str = "instruction_id_list", arguments_column: str = "kwargs"
     ):
         self.partial, self.ids_column, self.arguments_column = partial, ids_column, arguments_column
+        self.reads = (ids_column, arguments_column)
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
-    ) -> list[float | None]:
-        """Return ``B`` scores in [0, 1], None where a row has no instructions.
-
-        Raises:
-            KeyError: if a column is missing.
-            ValueError: if an instruction is unknown or lacks an argument.
-        """
-        for column in (self.ids_column, self.arguments_column):
-            if column not in columns:
-                raise KeyError(f"{self.__name__} requires column {column!r}; the rows have {sorted(columns)}")
-        rows = zip(completions, columns[self.ids_column], columns[self.arguments_column], strict=True)
-        return [self._score(final_text(c), ids, arguments) if ids else None for c, ids, arguments in rows]
-
-    def _score(self, text: str, ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]) -> float:
+    def score(self, text: str, ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]) -> float | None:
+        """Return the score, None without instructions; raise ``ValueError`` if one is unknown or lacks an argument."""
+        if not ids:
+            return None
         if len(ids) != len(arguments):
             raise ValueError(
                 f"{len(ids)} instructions {ids} must have as many {self.arguments_column}, got {len(arguments)}"

@@ -1,4 +1,4 @@
-"""LLM judge: prompts, replies, a disk cache, and scores by a model behind an OpenAI-compatible endpoint."""
+"""LLM judge: prompts, replies, and scores by a model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -9,145 +9,15 @@ import logging
 import math
 import os
 import re
-import sqlite3
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.protocol import final_text
+from torchrl_rloo.rewards.protocol import final_text, take_columns
 from torchrl_rloo.rewards.remote import JsonEndpoint, JsonSession, RemoteRewardError, gather_all
-from torchrl_rloo.runtime.files import make_folder
 
 _log = logging.getLogger(__name__)
-
-_DIGITS = 32  # hexadecimal digits of a checksum
-_PAUSE = 60.0  # seconds without access after an error
-
-
-class DiskCache:
-    """Cache of JSON values by key, in one SQLite file that threads and processes may share.
-
-    Each access opens the file (0.3 ms), so the object holds no handle: it can be pickled and survives a fork. Stored
-    values survive a crash of the process. Writes are not flushed to disk, which would be 40 times slower, so a power
-    failure may corrupt the file. Each value has a checksum: a damaged one counts as missing. Entries never expire;
-    delete the file to clear the cache. SQLite's locks require a local disk.
-
-    Args:
-        path: file, created with its folder at the first access.
-        timeout: seconds to wait while another process writes.
-
-    Example:
-        >>> import tempfile
-        >>> cache = DiskCache(tempfile.mkdtemp() + "/answers.sqlite")
-        >>> key = cache_key({"model": "m", "messages": ["hello"]})
-        >>> cache.put(key, {"score": 7})
-        >>> cache.get_many([key, "another"]) == {key: {"score": 7}}
-        True
-    """
-
-    def __init__(self, path: str | os.PathLike, *, timeout: float = 30.0):
-        self.path, self.timeout = Path(path).expanduser().absolute(), timeout
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return the stored values of ``keys``, without the keys that are not stored.
-
-        Raises:
-            OSError: if the file cannot be read or is not a cache.
-        """
-        found = {}
-        with self._open() as db:
-            for key in keys:
-                row = db.execute("SELECT value FROM answers WHERE key = ?", (key,)).fetchone()
-                if row is not None and _is_whole(key, row[0]):
-                    found[key] = json.loads(row[0][_DIGITS:])
-        return found
-
-    def put(self, key: str, value: Any) -> None:
-        """Store a value; it replaces an earlier one.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
-        text = json.dumps(value)
-        with self._open() as db:
-            db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, _digest(key, text) + text))
-
-    def __len__(self) -> int:
-        with self._open() as db:
-            return db.execute("SELECT count(*) FROM answers").fetchone()[0]
-
-    @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        try:
-            make_folder(self.path.parent)
-            if self.path.exists() and not self.path.is_file():
-                raise OSError(f"cache={self.path} is not a regular file; remove it, or set another path")
-            db = sqlite3.connect(self.path, timeout=self.timeout)
-            try:
-                db.execute("PRAGMA synchronous = OFF")
-                with db:  # one transaction
-                    db.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-                    yield db
-            finally:
-                db.close()
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise OSError(
-                f"cache={self.path}: {error}; unlock it, make it writable or delete it, or set another path"
-            ) from error
-
-
-def _digest(key: str, text: str) -> str:
-    return hashlib.sha256(f"{key}\n{text}".encode()).hexdigest()[:_DIGITS]
-
-
-def _is_whole(key: str, stored: Any) -> bool:
-    """Return whether a stored value is text that begins with its checksum."""
-    return isinstance(stored, str) and stored[:_DIGITS] == _digest(key, stored[_DIGITS:])
-
-
-class LenientCache(DiskCache):
-    """Cache that a run can do without: an error counts as an empty cache, and one warning names it.
-
-    After an error it waits a minute before the next access, so that a lock held by another process costs little time.
-
-    Args:
-        path: see :class:`DiskCache`.
-        timeout: see :class:`DiskCache`.
-    """
-
-    def __init__(self, path: str | os.PathLike, *, timeout: float = 30.0):
-        super().__init__(path, timeout=timeout)
-        self._warned, self._resumes_at = False, -math.inf
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return the stored values of ``keys``; none after an error."""
-        return self._attempt(super().get_many, keys) or {}
-
-    def put(self, key: str, value: Any) -> None:
-        """Store a value, if that is possible."""
-        self._attempt(super().put, key, value)
-
-    def _attempt(self, access: Callable[..., Any], *args: Any) -> Any:
-        if time.monotonic() < self._resumes_at:
-            return None
-        try:
-            result = access(*args)
-        except OSError as error:
-            if not self._warned:
-                _log.warning("%s; the run continues without the cache", error)
-            self._warned, self._resumes_at = True, time.monotonic() + _PAUSE
-            return None
-        self._warned = False
-        return result
-
-
-def cache_key(value: Any) -> str:
-    """Return a key that is the same for equal JSON values, in any order of their names."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
 
 RUBRICS = {
     "quality": """\
@@ -199,15 +69,9 @@ class NoScoreError(ValueError):
 
 
 def read_rubric(rubric: str | Path, placeholders: Mapping[str, str]) -> str:
-    """Return the text of a rubric.
+    """Return the text of a rubric: a name in ``RUBRICS``, a text, or the path of a text file.
 
-    Args:
-        rubric: name in ``RUBRICS``, text, or path of a text file.
-        placeholders: placeholders that the text must contain, in addition to ``{completion}``.
-
-    Raises:
-        ValueError: if the rubric is not found, or a placeholder is missing.
-        OSError: if the file cannot be read.
+    Raise ``ValueError`` if it is not found, or lacks ``{completion}`` or another of the ``placeholders``.
     """
     text = RUBRICS.get(str(rubric), str(rubric))
     if "{completion}" not in text:
@@ -226,17 +90,10 @@ def read_rubric(rubric: str | Path, placeholders: Mapping[str, str]) -> str:
 
 
 def judge_messages(rubric: str, values: Mapping[str, str], scale: tuple[float, float], max_chars: int) -> list[dict]:
-    """Build the messages that ask for one verdict.
+    """Build the system and user message that ask for one verdict.
 
-    Args:
-        rubric: text with placeholders. Braces around names that are not in ``values`` are kept.
-        values: placeholder -> text. Each text is placed between tags with a hash of the text. A text cannot contain its
-            own hash, so it cannot close its tag.
-        scale: lowest and highest score.
-        max_chars: maximum number of characters per value; the middle of longer values is left out.
-
-    Returns:
-        A system message and a user message.
+    Braces around names that are not in ``values`` are kept. Each text is placed between tags with a hash of the text. A
+    text cannot contain its own hash, so it cannot close its tag. The middle of texts over ``max_chars`` is left out.
     """
     names = "|".join(re.escape(name) for name in values)
     # Replace in one pass, so that a placeholder inside a value stays text
@@ -250,16 +107,10 @@ def fill_scale(text: str, scale: tuple[float, float]) -> str:
 
 
 def parse_verdict(reply: str, scale: tuple[float, float]) -> tuple[float, str]:
-    """Parse the score and the reason in a judge's reply.
+    """Parse the score and the reason in a judge's reply; raise ``NoScoreError`` without a score on the scale.
 
     The score is in the last JSON object with one, fenced or not, else in the last ``score: <number>``, else in a number
     at the end. Reasoning up to ``</think>`` is ignored.
-
-    Returns:
-        ``(score, reason)``, with the score on the scale.
-
-    Raises:
-        NoScoreError: if there is no score, or it is not on the scale.
     """
     text = reply.rpartition("</think>")[2].strip()
     verdict = _last_object(text)
@@ -305,8 +156,6 @@ def _parse_number(value: Any) -> float | None:
     return float(value) if abs(value) < 1e300 else math.inf  # a whole number may be too large for a float
 
 
-log = logging.getLogger(__name__)
-
 _FATAL_STATUSES = frozenset({401, 403, 404, 405})  # independent of the text of a row
 _MAX_QUOTED = 3  # failures quoted in one warning
 _UNSCORED = "not scored: "  # prefix of the reason of a failed row
@@ -324,14 +173,13 @@ class LLMJudge:
     """Reward in [0, 1] from a judge model behind an OpenAI-compatible ``/chat/completions`` endpoint.
 
     The prompt requests the reply ``{"reason": ..., "score": ...}``, which is parsed leniently. A reply without a score
-    on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request, and
-    cached rows need none.
+    on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request.
 
     A row without a score gets NaN, which counts as a failure of this reward, not as an abstention. One warning per call
     names the rows and reasons. Errors that concern all rows raise: 401, 403, 404, 405, a redirect, a missing key.
 
-    Column of the completions table: ``<name>_reason``, the reason or the error. Metrics: ``<name>/failed`` and
-    ``<name>/cached`` are shares of the rows, and ``<name>/seconds`` is the mean per request, with retries and waits.
+    Column of the completions table: ``<name>_reason``, the reason or the error. Metrics: ``<name>/failed``, a share of
+    the rows, and ``<name>/seconds``, the mean per request with retries and waits.
 
     Completions may contain instructions to the judge. They are placed between tags that they cannot close and shortened
     to ``max_chars``, and the judge is told to ignore instructions in them. A policy may still learn to exploit the
@@ -349,8 +197,6 @@ class LLMJudge:
         extra_body: entries to add to the request or to replace. None removes an entry, as in
             ``{"max_tokens": None, "max_completion_tokens": 2000}``.
         max_chars: maximum number of characters per value; the middle of longer values is left out.
-        cache: path of a :class:`~torchrl_rloo.rewards.judge.DiskCache`, keyed by the request without the address. After
-            an error, requests continue without it, with one warning. None disables it.
         timeout: seconds per attempt.
         total_timeout: seconds per request, with all attempts.
         retries: maximum number of attempts after the first (connection errors, time-outs, 408, 425, 429, 5xx), and
@@ -384,7 +230,6 @@ class LLMJudge:
         max_tokens: int = 512,
         extra_body: Mapping[str, Any] | None = None,
         max_chars: int = 20_000,
-        cache: str | os.PathLike | None = None,
         timeout: float = 120.0,
         total_timeout: float = 600.0,
         retries: int = 4,
@@ -408,7 +253,6 @@ class LLMJudge:
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})}
         self.body = {field: value for field, value in body.items() if value is not None}
         self.max_chars, self.retries, self.__name__ = max_chars, retries, name
-        self.cache = None if cache is None else LenientCache(cache)
         url = base_url.rstrip("/") + "/chat/completions"
         self.concurrency = concurrency  # also the number of calls in flight
         self.endpoint = JsonEndpoint(
@@ -427,28 +271,21 @@ class LLMJudge:
         """Return ``B`` scores in [0, 1], NaN where the judge gave none.
 
         Raises:
-            KeyError: if the dataset lacks a column of ``columns``.
             RemoteRewardError: if the endpoint refuses every request, or the key is missing.
         """
-        if missing := sorted(set(self.columns.values()) - set(columns)):
-            raise KeyError(f"{self.__name__} requires columns {missing}; the rows have {sorted(columns)}")
-        # Ask the judge once per distinct request that is not cached
+        take_columns(self.__name__, sorted(set(self.columns.values())), columns)
+        # Ask the judge once per distinct request
         bodies = [self._body(prompts[i], completions[i], columns, i) for i in range(len(completions))]
-        keys = [cache_key(body) for body in bodies]
-        requests = dict(zip(keys, bodies, strict=True))
-        cached = await self._read_cache(requests)
-        uncached = {key: body for key, body in requests.items() if key not in cached}
-        fresh = await self._ask_all(uncached)
-        verdicts = [cached.get(key) or fresh[key] for key in keys]
+        keys = [json.dumps(body, sort_keys=True) for body in bodies]
+        asked = await self._ask_all(dict(zip(keys, bodies, strict=True)))
+        verdicts = [asked[key] for key in keys]
         # Report failures, reasons and metrics
         self._warn(verdicts)
         if log_extra is not None:
             log_extra(f"{self.__name__}_reason", [verdict.reason for verdict in verdicts])
         if log_metric is not None and keys:
             log_metric(f"{self.__name__}/failed", sum(math.isnan(v.score) for v in verdicts) / len(keys))
-            log_metric(f"{self.__name__}/cached", sum(key in cached for key in keys) / len(keys))
-            if fresh:
-                log_metric(f"{self.__name__}/seconds", sum(v.seconds for v in fresh.values()) / len(fresh))
+            log_metric(f"{self.__name__}/seconds", sum(v.seconds for v in asked.values()) / len(asked))
         return [verdict.score for verdict in verdicts]
 
     def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
@@ -456,21 +293,15 @@ class LLMJudge:
         values |= {placeholder: str(columns[column][i]) for placeholder, column in self.columns.items()}
         return {**self.body, "messages": judge_messages(self.rubric, values, self.scale, self.max_chars)}
 
-    async def _read_cache(self, requests: Mapping[str, Any]) -> dict[str, Verdict]:
-        if self.cache is None:
-            return {}
-        found = await asyncio.to_thread(self.cache.get_many, requests)  # may wait for the lock of another process
-        return {key: Verdict(*value) for key, value in found.items() if _is_verdict(value)}
-
     async def _ask_all(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, Verdict]:
         if not requests:
             return {}
         async with self.endpoint.session() as session:
-            verdicts = await gather_all(self._ask(session, key, body) for key, body in requests.items())
+            verdicts = await gather_all(self._ask(session, body) for body in requests.values())
         return dict(zip(requests, verdicts, strict=True))
 
-    async def _ask(self, session: JsonSession, key: str, body: dict[str, Any]) -> Verdict:
-        """Ask for the verdict on one request and cache it."""
+    async def _ask(self, session: JsonSession, body: dict[str, Any]) -> Verdict:
+        """Ask for the verdict on one request."""
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
@@ -482,10 +313,8 @@ class LLMJudge:
                 raise
             return Verdict(math.nan, f"{_UNSCORED}{error}", clock() - start)
         # Rescale the score to between 0 and 1
-        verdict = Verdict((score - self.scale[0]) / (self.scale[1] - self.scale[0]), reason)
-        if self.cache is not None:
-            await asyncio.to_thread(self.cache.put, key, verdict[:2])
-        return verdict._replace(seconds=clock() - start)
+        low, high = self.scale
+        return Verdict((score - low) / (high - low), reason, clock() - start)
 
     async def _ask_with_reminders(self, session: JsonSession, body: dict[str, Any]) -> tuple[float, str]:
         """Return the score on the scale and the reason, after up to ``retries`` reminders."""
@@ -507,14 +336,7 @@ class LLMJudge:
             quoted = "; ".join(f"row {i}: {verdicts[i].reason.removeprefix(_UNSCORED)}" for i in failed[:_MAX_QUOTED])
             more = f"; and {len(failed) - _MAX_QUOTED} more" if len(failed) > _MAX_QUOTED else ""
             counts = f"{len(failed)} of {len(verdicts)} rows not scored"
-            log.warning("reward %s: %s: %s%s", self.__name__, counts, quoted, more)
-
-
-def _is_verdict(value: Any) -> bool:
-    """Return whether a cached value is a score in [0, 1] with a reason."""
-    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)):
-        return False
-    return type(value[0]) in (int, float) and 0 <= value[0] <= 1
+            _log.warning("reward %s: %s: %s%s", self.__name__, counts, quoted, more)
 
 
 def _transcript(prompt: Any) -> str:

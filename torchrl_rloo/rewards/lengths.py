@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, RowReward, take_columns
 from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
-class SoftOverlong:
+class SoftOverlong(RowReward):
     """Penalty for long completions: 0 up to a length, then linear down to -1 at the maximum length.
 
     With ``n`` sampled tokens, ``L = max_completion_len`` and ``c = soft_punish_cache``, the reward is 0 for
@@ -30,7 +29,7 @@ class SoftOverlong:
         [-0.5]
     """
 
-    __name__ = "soft_overlong"
+    __name__, judges_ids = "soft_overlong", True
 
     def __init__(self, max_completion_len: int, soft_punish_cache: int):
         if not max_completion_len > 0:
@@ -41,24 +40,15 @@ class SoftOverlong:
             )
         self.max_completion_len, self.soft_punish_cache = max_completion_len, soft_punish_cache
 
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
-    ) -> list[float | None]:
-        """Return ``B`` rewards in [-1, 0]."""
-        return [self._reward(len(ids)) for ids in completion_ids]
-
-    def _reward(self, length: int) -> float:
+    def score(self, ids: Sequence[int]) -> float:
+        """Return a penalty in [-1, 0]."""
         free = self.max_completion_len - self.soft_punish_cache
-        if length <= free:
+        if len(ids) <= free:
             return 0.0
-        return -1.0 if length > self.max_completion_len else (free - length) / self.soft_punish_cache
+        return -1.0 if len(ids) > self.max_completion_len else (free - len(ids)) / self.soft_punish_cache
 
 
-class Length:
+class Length(RowReward):
     """Penalty for each token by which a completion is longer or shorter than its target.
 
     With ``n`` sampled tokens, the reward is ``-cost |n - target|``, or ``-cost max(0, n - target)`` with
@@ -80,31 +70,19 @@ class Length:
         [-0.5, -0.1]
     """
 
-    __name__ = "length"
+    __name__, judges_ids = "length", True
 
     def __init__(self, target: int | str = 0, cost: float = 0.0003, *, free_if_shorter: bool = False):
-        self.target = _checked_target("target", target)
-        if not 0 <= cost < math.inf:
-            raise ValueError(f"cost={cost} must be finite and not negative, because it is subtracted")
-        self.cost, self.free_if_shorter = cost, free_if_shorter
+        _check_tokens("target", target, cost)
+        self.target, self.cost, self.free_if_shorter = target, cost, free_if_shorter
+        self.reads = (target,) if isinstance(target, str) else ()
 
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
-    ) -> list[float | None]:
-        """Return ``B`` rewards of at most 0, None where the target is None.
-
-        Raises:
-            KeyError: if the dataset does not have the column of targets.
-        """
-        targets = _targets(self.__name__, self.target, columns, len(completion_ids))
-        rows = zip(completion_ids, targets, strict=True)
-        return [None if target is None else self._reward(len(ids) - target) for ids, target in rows]
-
-    def _reward(self, excess: float) -> float:
+    def score(self, ids: Sequence[int], *targets: int | None) -> float | None:
+        """Return a penalty, None where the target is None."""
+        (target,) = targets or (self.target,)
+        if target is None:
+            return None
+        excess = len(ids) - target
         return -self.cost * (max(excess, 0) if self.free_if_shorter else abs(excess))
 
 
@@ -136,50 +114,38 @@ class LengthBudget(RewardWrapper):
 
     def __init__(
         self,
-        function: RewardFunction | str | Mapping[str, Any],
+        function: RewardFunction | str | Mapping[str, object],
         budget: int | str,
         cost: float = 0.0003,
         at_budget: float = 0.5,
     ):
-        self.budget = _checked_target("budget", budget)
-        if not 0 <= cost < math.inf:
-            raise ValueError(f"cost={cost} must be finite and not negative")
+        _check_tokens("budget", budget, cost)
         if not 0 <= at_budget <= 1:
             raise ValueError(f"at_budget={at_budget} must be in [0, 1], because it multiplies the score")
         super().__init__(function, "length_budget_{}")
-        self.cost, self.at_budget = cost, at_budget
+        self.budget, self.cost, self.at_budget = budget, cost, at_budget
 
     def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
-        """Return the scores times their factors.
-
-        Raises:
-            KeyError: if the dataset does not have the column of budgets.
-        """
-        budgets = _targets(self.__name__, self.budget, batch.columns, len(batch))
+        """Return the scores times their factors; raise ``KeyError`` if the dataset lacks the column of budgets."""
+        budgets = [self.budget] * len(batch)
+        if isinstance(self.budget, str):
+            (budgets,) = take_columns(self.__name__, [self.budget], batch.columns)
         return [
-            None if score is None or budget is None else score * self._factor(budget - len(ids))
+            None
+            if score is None or budget is None
+            else score * min(max(self.cost * (budget - len(ids)) + self.at_budget, 0.0), 1.0)
             for score, budget, ids in zip(scores, budgets, batch.completion_ids, strict=True)
         ]
 
-    def _factor(self, left: float) -> float:
-        return min(max(self.cost * left + self.at_budget, 0.0), 1.0)
+
+def _check_tokens(name: str, tokens: int | str, cost: float) -> None:
+    if not tokens if isinstance(tokens, str) else not 0 <= tokens < math.inf:
+        raise ValueError(f"{name}={tokens!r} must be a number of tokens or the name of a column")
+    if not 0 <= cost < math.inf:
+        raise ValueError(f"cost={cost} must be finite and not negative, because longer completions cost more")
 
 
-def _checked_target(name: str, target: int | str) -> int | str:
-    if not target if isinstance(target, str) else not 0 <= target < math.inf:
-        raise ValueError(f"{name}={target!r} must be a number of tokens or the name of a column")
-    return target
-
-
-def _targets(name: str, target: int | str, columns: Mapping[str, Any], n: int) -> Sequence[float | None]:
-    if not isinstance(target, str):
-        return [target] * n
-    if target not in columns:
-        raise KeyError(f"{name} requires column {target!r}; the rows have {sorted(columns)}")
-    return columns[target]
-
-
-class RepetitionPenalty:
+class RepetitionPenalty(RowReward):
     """Penalty of ``max_penalty`` times the share of repeated n-grams among the sampled tokens.
 
     The share is ``1 - distinct n-grams / all n-grams``. A row that repeats one token approaches ``max_penalty`` with
@@ -199,7 +165,7 @@ class RepetitionPenalty:
         [0.0, -0.75]
     """
 
-    __name__ = "repetition_penalty"
+    __name__, judges_ids = "repetition_penalty", True
 
     def __init__(self, ngram_size: int = 3, max_penalty: float = -1.0):
         if ngram_size < 1:
@@ -208,17 +174,8 @@ class RepetitionPenalty:
             raise ValueError(f"max_penalty={max_penalty} must be finite and not positive, because it is added")
         self.ngram_size, self.max_penalty = ngram_size, max_penalty
 
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
-    ) -> list[float | None]:
-        """Return ``B`` rewards in ``(max_penalty, 0]``."""
-        return [self._reward(ids) for ids in completion_ids]
-
-    def _reward(self, ids: Sequence[int]) -> float:
+    def score(self, ids: Sequence[int]) -> float:
+        """Return a penalty in ``(max_penalty, 0]``."""
         ngrams = [tuple(ids[i : i + self.ngram_size]) for i in range(len(ids) - self.ngram_size + 1)]
         repeated = len(ngrams) - len(set(ngrams))
         return self.max_penalty * repeated / len(ngrams) if repeated else 0.0
@@ -250,7 +207,7 @@ class StopProperly(RewardWrapper):
         [1.0, -0.5]
     """
 
-    def __init__(self, function: RewardFunction | str | Mapping[str, Any], coefficient: float = 0.0):
+    def __init__(self, function: RewardFunction | str | Mapping[str, object], coefficient: float = 0.0):
         if not -math.inf < coefficient <= 1:
             raise ValueError(
                 f"coefficient={coefficient} must be in [0, 1] to multiply the score of a truncated completion, or "
@@ -261,13 +218,11 @@ class StopProperly(RewardWrapper):
 
     def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return the scores, with the penalty on truncated trajectories."""
-        if not batch.truncated:
-            return scores
+        truncated = batch.truncated or [False] * len(batch)
         return [
-            score
-            if score is None or not cut or not math.isfinite(score)
-            else score * self.coefficient
-            if self.coefficient >= 0
-            else self.coefficient
-            for score, cut in zip(scores, batch.truncated, strict=True)
+            self._penalize(score) if cut and score is not None and math.isfinite(score) else score
+            for score, cut in zip(scores, truncated, strict=True)
         ]
+
+    def _penalize(self, score: float) -> float:
+        return score * self.coefficient if self.coefficient >= 0 else self.coefficient

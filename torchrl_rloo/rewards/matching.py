@@ -12,7 +12,9 @@ from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.protocol import final_text
+from torchrl_rloo.rewards.protocol import RowReward, check_column, final_text
+
+_LOGGER = logging.getLogger(__name__)
 
 _ARGUMENT = r"(?:\{[^{}]*\}|[0-9A-Za-z])"
 # As MATH writes them: \boxed 2, \boxed\frac12 and \boxed A, but not a word after \boxed, or a part of a longer formula
@@ -24,14 +26,10 @@ _BRACE = re.compile(rf"\\boxed\s*(?:\{{|(?P<bare>{_BARE})(?![.,/]?[0-9]|[A-Za-z^
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last closed ``\boxed{...}`` in ``text``, stripped of outer whitespace.
+    r"""Return the content of the last closed ``\boxed{...}`` in ``text``, stripped of outer whitespace; None without.
 
-    A number, fraction, root, ``\pi`` or letter needs no braces: ``\boxed 7`` is a box.
-    Braces inside the box are matched, and a box that is never closed does not count. Of nested boxes the inner one is
-    the last. The time is linear in the length of the text.
-
-    Returns:
-        Content of the box, possibly empty, or None without a closed box.
+    A number, fraction, root, ``\pi`` or letter needs no braces: ``\boxed 7`` is a box. Braces inside the box are
+    matched. Of nested boxes the inner one is the last. The time is linear in the length of the text.
 
     Example:
         >>> last_boxed(r"First \boxed{1}, rather \boxed{\frac{1}{2}}.")
@@ -60,23 +58,15 @@ def find_last_box(text: str) -> tuple[int, int] | None:
 
 
 def boxed_accuracy(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    answer: Sequence[str | None],
-    **columns: Any,
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str | None], **columns: Any
 ) -> list[float | None]:
     r"""Score 1.0 where the last ``\boxed{...}`` of a completion is exactly the answer, else 0.0.
 
     Args:
         prompts: ``B`` prompts; only their number is used.
-        completions: ``B`` completions, each plain text or a list of messages. The last assistant message is judged; a
-            completion without one scores 0.0.
-        answer: ``B`` expected contents of the box, compared as strings after the box (not the answer) is stripped.
-            None abstains.
+        completions: ``B`` completions, texts or lists of messages, of which the last assistant message is judged.
+        answer: ``B`` contents of the box, compared as strings after the box is stripped. None abstains.
         **columns: other columns of the rows, unused.
-
-    Returns:
-        ``B`` values: 1.0, 0.0, or None where ``answer`` is None.
 
     Raises:
         ValueError: if the three lengths differ.
@@ -91,18 +81,14 @@ def boxed_accuracy(
             f"prompts, completions and answer must have equal lengths, got {len(prompts)}, {len(completions)} and "
             f"{len(answer)}"
         )
-    return [_score(completion, expected) for completion, expected in zip(completions, answer, strict=True)]
+    for expected in answer:
+        if not isinstance(expected, str | None):
+            raise TypeError(f"answer={expected!r} ({type(expected).__name__}) must be a string or None; use str()")
+    rows = zip(completions, answer, strict=True)
+    return [None if gold is None else float(last_boxed(final_text(completion)) == gold) for completion, gold in rows]
 
 
-def _score(completion: str | Sequence[dict[str, Any]], expected: str | None) -> float | None:
-    if expected is None:
-        return None
-    if not isinstance(expected, str):
-        raise TypeError(f"answer={expected!r} ({type(expected).__name__}) must be a string or None; use str()")
-    return float(last_boxed(final_text(completion)) == expected)
-
-
-class ExactMatch:
+class ExactMatch(RowReward):
     r"""Reward of 1.0 where the normalized answer of a completion equals the gold, else 0.0.
 
     Runs of white space count as one space, white space at the ends is removed, and Unicode is normalized to NFC.
@@ -139,22 +125,12 @@ class ExactMatch:
         ignore_case: bool = False,
         ignore_punctuation: bool = False,
     ):
-        self.column, self.where = _checked_column(column), _checked_where(where)
+        self.column, self.where = check_column(column), _checked_where(where)
+        self.reads = (column,)
         self.ignore_case, self.ignore_punctuation = ignore_case, ignore_punctuation
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
-    ) -> list[float | None]:
-        """Return ``B`` scores: 1.0, 0.0, or None where the gold is None.
-
-        Raises:
-            KeyError: if the dataset does not have ``column``.
-            TypeError: if a gold is not a string, a list of strings or None.
-        """
-        golds = _column(self, columns)
-        return [self._score(final_text(c), gold) for c, gold in zip(completions, golds, strict=True)]
-
-    def _score(self, text: str, gold: str | Sequence[str] | None) -> float | None:
+    def score(self, text: str, gold: str | Sequence[str] | None) -> float | None:
+        """Return 1.0, 0.0 or None; raise ``TypeError`` for a gold that is not a string, a list of strings or None."""
         if gold is None:
             return None
         golds = [gold] if isinstance(gold, str) else gold
@@ -172,7 +148,7 @@ class ExactMatch:
         return " ".join(text.split())
 
 
-class NumericMatch:
+class NumericMatch(RowReward):
     r"""Reward of 1.0 where the number of a completion equals the gold, else 0.0.
 
     Numbers are compared exactly, as fractions. They may have a sign, thousands separators (``1,234``), decimals, an
@@ -214,25 +190,15 @@ class NumericMatch:
         rel_tol: float = 0.0,
         abs_tol: float = 0.0,
     ):
-        self.column, self.where = _checked_column(column), _checked_where(where)
+        self.column, self.where = check_column(column), _checked_where(where)
+        self.reads = (column,)
         for name, tolerance in (("rel_tol", rel_tol), ("abs_tol", abs_tol)):
             if not 0 <= tolerance < math.inf:
                 raise ValueError(f"{name}={tolerance} must be finite and not negative")
         self.rel_tol, self.abs_tol = rel_tol, abs_tol
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
-    ) -> list[float | None]:
-        """Return ``B`` scores: 1.0, 0.0, or None where the gold is None or holds no number.
-
-        Raises:
-            KeyError: if the dataset does not have ``column``.
-            TypeError: if a gold is neither a number, a string nor None.
-        """
-        golds = _column(self, columns)
-        return [self._score(final_text(c), gold) for c, gold in zip(completions, golds, strict=True)]
-
-    def _score(self, text: str, gold: Real | Decimal | str | None) -> float | None:
+    def score(self, text: str, gold: Real | Decimal | str | None) -> float | None:
+        """Return 1.0, 0.0 or None; raise ``TypeError`` for a gold that is no number, string or None."""
         if gold is None:
             return None
         if isinstance(gold, bool) or not isinstance(gold, Real | Decimal | str):
@@ -386,10 +352,7 @@ _SPELLINGS = [  # applied in this order; each must take linear time
     ),
     (_REPEATING, _write_repeating),
     (re.compile(r"(?<=[0-9])\s?\\[dtc]?frac"), r" \\frac"),  # 1\frac{3}{4}
-    (
-        re.compile(rf"(?P<sign>-\s?|\+\s?)?\\[dtc]?frac\s?{_part('above')}\s?{_part('below')}"),
-        _write_fraction,
-    ),
+    (re.compile(rf"(?P<sign>-\s?|\+\s?)?\\[dtc]?frac\s?{_part('above')}\s?{_part('below')}"), _write_fraction),
     (re.compile(r"(?<=[0-9])\s?(?:\\times|\\cdot|[*x\u00d7\u00b7])\s?10\^\{?([-+]?[0-9]+)\}?"), r"e\1"),
     (re.compile(r"(?<![\w.])10\^\{?([-+]?[0-9]+)\}?"), r"1e\1"),
     (re.compile(r"\^\{?\\circ\}?"), ""),
@@ -436,26 +399,12 @@ def _parse_number(found: re.Match[str]) -> Number:
     return Number(-value if found["sign"] == "-" else value, bool(found["percent"]))
 
 
-def _checked_column(column: str) -> str:
-    if not column or not isinstance(column, str):
-        raise ValueError(f"column={column!r} must name the dataset's column of golds")
-    return column
-
-
 def _checked_where(where: Sequence[str]) -> tuple[str, ...]:
     places = () if isinstance(where, str) else tuple(where)
     if not places or not all(isinstance(place, str) and place.strip() for place in places):
         raise ValueError(f"where={where!r} must be a list of places and markers, such as ['boxed', '####', 'text']")
     return places
 
-
-def _column(reward: ExactMatch | NumericMatch, columns: dict[str, Any]) -> Sequence[Any]:
-    if reward.column not in columns:
-        raise KeyError(f"{reward.__name__} requires column {reward.column!r}; the rows have {sorted(columns)}")
-    return columns[reward.column]
-
-
-_LOGGER = logging.getLogger(__name__)
 
 _STYLE = re.compile(
     r"\\(?:left|right|displaystyle|,|!|;|:)(?![A-Za-z])|(?<=\\)[dtc](?=frac)|\$|(?<![0-9])[\s~]|[\s~](?![0-9])"
@@ -467,12 +416,7 @@ _NAMED = re.compile(r"[A-Za-z]\s*=(?=[^=]+$)")
 
 
 def extract_answer(extract: Callable[[str], str | None], completion: Any) -> str | None:
-    """Return the answer of a completion's final text, or None if it has none or ``extract`` fails on it.
-
-    Args:
-        extract: function from text to answer, such as :func:`final_answer`.
-        completion: text, or messages.
-    """
+    """Return the answer of a completion's final text, or None if it has none or ``extract`` fails on it."""
     try:
         return extract(final_text(completion))
     except Exception:

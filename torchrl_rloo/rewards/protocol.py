@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,15 +52,9 @@ class MalformedScoresError(TypeError, ValueError):
 class TrainerState:
     """Progress of the run, for rewards that follow a schedule. Fields are named as in Transformers' ``TrainerState``.
 
-    Attributes:
-        global_step: number of finished training steps.
-        max_steps: number of steps of the whole run; 0 if unknown.
-        epoch: number of passes over the dataset so far.
-        num_input_tokens_seen: number of tokens of all trajectories so far.
-        log_history: latest entries of the run's metrics, each with its ``"step"``, at most :data:`MAX_HISTORY`. Empty
-            in a loop that reports none, on a Ray cluster, and in a worker process for a function whose signature does
-            not name ``trainer_state``.
-        is_local_process_zero, is_world_process_zero: True, since only rank 0 scores.
+    ``log_history`` holds the latest entries of the run's metrics, each with its ``"step"``, at most
+    :data:`MAX_HISTORY`. It is empty on a Ray cluster, and in a loop that reports none. It is also empty in a worker
+    process for a function whose signature does not name ``trainer_state``. Only rank 0 scores.
     """
 
     global_step: int = 0
@@ -75,7 +70,7 @@ class TrainerState:
 class RewardBatch:
     """Batch of ``B`` finished trajectories, as plain Python values without tensors.
 
-    Attributes:
+    Args:
         prompts: ``B`` texts or lists of messages.
         completions: ``B`` texts or lists of messages.
         completion_ids: ``B`` lists of sampled ids.
@@ -108,14 +103,7 @@ class RewardBatch:
 
 @dataclass
 class RewardCall:
-    """Result of one call of a reward function.
-
-    Attributes:
-        scores: one number or None per trajectory. NaN and infinities are kept.
-        extra: columns from ``log_extra``.
-        metrics: names and values from ``log_metric``, in call order.
-        seconds: wall-clock time of the call.
-    """
+    """Result of one call of a reward function: a number or None per trajectory, and what the function logged."""
 
     scores: list[float | None]
     extra: dict[str, list[Any]] = field(default_factory=dict)
@@ -127,12 +115,8 @@ class RewardCall:
 class RewardFailure:
     """Failed call of a reward function.
 
-    Attributes:
-        kind: ``"raised"``, ``"malformed"`` (not one number or None per trajectory), ``"timed_out"``,
-            ``"worker_died"`` or ``"not_finite"``.
-        message: error message, one line.
-        traceback: formatted traceback; "" if unknown.
-        seconds: wall-clock time of the call.
+    The kind is ``"raised"``, ``"malformed"`` (not one number or None per trajectory), ``"timed_out"``,
+    ``"worker_died"`` or ``"not_finite"``. The message is one line.
     """
 
     kind: str
@@ -175,12 +159,7 @@ _STANDARD_ARGUMENTS = (
 def find_missing_columns(function: RewardFunction, columns: Collection[str]) -> list[str]:
     """Return the required columns of a function that are not in ``columns``.
 
-    Required columns are its arguments without a default, and the names that it holds in an attribute ``column`` or
-    ``*_column``.
-
-    >>> def graded(completions, answer, hint=None, **others): ...
-    >>> find_missing_columns(graded, ["question"])
-    ['answer']
+    Required are its arguments without a default, and names that it holds in an attribute ``column`` or ``*_column``.
     """
     known = {*columns, *_STANDARD_ARGUMENTS}
     settings = getattr(function, "__dict__", {}).items()
@@ -191,15 +170,9 @@ def find_missing_columns(function: RewardFunction, columns: Collection[str]) -> 
 
 
 def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], what: str = "reward") -> None:
-    """Raise if a function requires a column that the dataset does not have.
+    """Raise ``ValueError`` if a function requires a column that the dataset lacks, or accepts no argument of a reward.
 
-    Args:
-        functions: reward functions, or scorers of an evaluation.
-        columns: columns of the dataset, :attr:`~torchrl_rloo.data.PromptDataset.columns`.
-        what: noun for the functions in error messages.
-
-    Raises:
-        ValueError: if a required column is missing, or if a function accepts neither a column nor a standard argument.
+    ``what`` is the noun for the functions in error messages.
     """
     for function in functions:
         if (accepted := _accepted(function)) is not None and not accepted & {*columns, *_STANDARD_ARGUMENTS}:
@@ -222,6 +195,12 @@ def without_history(function: RewardFunction, batch: RewardBatch) -> RewardBatch
     if not batch.trainer_state.log_history or "trainer_state" in _parameters(function):
         return batch
     return replace(batch, trainer_state=replace(batch.trainer_state, log_history=[]))
+
+
+def prepare_reward(function: RewardFunction) -> None:
+    """Call ``function.prepare()``, if it exists, so that missing models or packages fail before the run starts."""
+    if callable(prepare := getattr(function, "prepare", None)):
+        prepare()
 
 
 def call_reward(function: RewardFunction, batch: RewardBatch) -> RewardCall:
@@ -248,13 +227,7 @@ async def call_reward_async(function: RewardFunction, batch: RewardBatch) -> Rew
 def attempt_reward(
     function: RewardFunction, batch: RewardBatch, catch: type[BaseException] = Exception
 ) -> RewardCall | RewardFailure:
-    """Call a function, sync or async, and return its exceptions as failures.
-
-    Args:
-        function: reward function. An async function runs in a new event loop.
-        batch: ``B`` trajectories.
-        catch: exceptions that become a :class:`RewardFailure`; others propagate.
-    """
+    """Call a function, sync or async (in a new event loop); return the exceptions in ``catch`` as failures."""
     start = perf_counter()
     try:
         if is_async(function):
@@ -278,6 +251,45 @@ def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
         if message.get("role", "assistant") == "assistant":
             return message.get("content") or ""  # content is None or missing in a message of tool calls
     return ""
+
+
+def check_column(column: str) -> str:
+    """Return the name of a column of golds; raise ``ValueError`` if it is none."""
+    if not column or not isinstance(column, str):
+        raise ValueError(f"column={column!r} must name the dataset's column of gold answers")
+    return column
+
+
+def take_columns(name: str, wanted: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[Sequence[Any]]:
+    """Return the wanted columns; raise ``KeyError`` with the name of the reward if the dataset lacks one."""
+    if missing := [column for column in wanted if column not in columns]:
+        raise KeyError(f"{name} requires column {missing[0]!r}; the rows have {sorted(columns)}")
+    return [columns[column] for column in wanted]
+
+
+class RowReward(ABC):
+    """Reward of each completion alone: of its final text, or of its ids, and its row's values.
+
+    Attributes:
+        reads: columns of the values.
+        judges_ids: True for a reward of the sampled ids.
+    """
+
+    __name__: str
+    reads: Sequence[str] = ()
+    judges_ids = False
+
+    @abstractmethod
+    def score(self, completion: Any, *values: Any) -> float | None:
+        """Return the score of a text or of ids, given the values of the row; None abstains."""
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        """Return ``B`` scores; raise ``KeyError`` if the dataset lacks a column."""
+        values = take_columns(self.__name__, self.reads, columns)
+        judged = completion_ids if self.judges_ids else [final_text(completion) for completion in completions]
+        return [self.score(*row) for row in zip(judged, *values, strict=True)]
 
 
 def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, dict[str, Any]]:

@@ -19,7 +19,7 @@ REWARDS: dict[str, str] = {
     "cosine_scaled": "torchrl_rloo.rewards.accuracy.CosineScaled",
     "countdown": "torchrl_rloo.rewards.countdown.Countdown",
     "exact_match": "torchrl_rloo.rewards.matching.ExactMatch",
-    "for_task": "torchrl_rloo.rewards.tasks.ForTask",
+    "for_task": "torchrl_rloo.rewards.wrapping.ForTask",
     "instruction_following": "torchrl_rloo.rewards.instructions.InstructionFollowing",
     "json_schema": "torchrl_rloo.rewards.formats.JSONSchema",
     "length": "torchrl_rloo.rewards.lengths.Length",
@@ -47,8 +47,6 @@ TRL_NAMES: dict[str, str] = {
     "think_format_reward": REWARDS["think_format"],
 }
 _REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
-
-
 RewardSpec = RewardFunction | str | Mapping[str, Any]
 
 
@@ -88,20 +86,17 @@ def load_reward(spec: RewardSpec) -> RewardFunction:
     if _is_model(spec):
         return _build(_find("sequence_classifier"), {"model": spec})
     if isinstance(spec, str):
-        target, settings = _find(spec), {}
-        if not inspect.isclass(target):
-            return target
-    elif isinstance(spec, Mapping):
+        target = _find(spec)
+        return _build(target, {}) if inspect.isclass(target) else target
+    if isinstance(spec, Mapping):
         settings = {str(key): value for key, value in spec.items()}
         path = settings.pop("_target_", None)
         if not isinstance(path, str):
             raise TypeError(f"reward {dict(spec)} has _target_={path!r}; it must be a name or dotted path")
-        target = _find(path)
-    elif callable(spec):
+        return _build(_find(path), settings)
+    if callable(spec):
         return spec
-    else:
-        raise TypeError(f"reward={spec!r} must be a callable, a name, a dotted path or a mapping with '_target_'")
-    return _build(target, settings)
+    raise TypeError(f"reward={spec!r} must be a callable, a name, a dotted path or a mapping with '_target_'")
 
 
 def _is_model(spec: Any) -> bool:

@@ -15,7 +15,7 @@ from numbers import Real
 from random import SystemRandom
 from typing import Any
 
-from torchrl_rloo.rewards.protocol import MalformedScoresError, final_text
+from torchrl_rloo.rewards.protocol import MalformedScoresError, final_text, take_columns
 from torchrl_rloo.runtime.http import (
     ENCODINGS,
     OversizedReplyError,
@@ -32,11 +32,7 @@ _RETRIED_STATUSES = frozenset({408, 425, 429})  # in addition to 5xx
 
 
 class RemoteRewardError(RuntimeError):
-    """Error of a service that gave no usable answer.
-
-    Attributes:
-        status: HTTP status of the last reply; None without a reply.
-    """
+    """Error of a service that gave no usable answer, with the HTTP status of the last reply; None without a reply."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -58,34 +54,14 @@ class _Failure:
 
 @dataclass(frozen=True)
 class JsonEndpoint:
-    """Endpoint that accepts JSON by POST and answers with JSON.
+    """Endpoint that accepts JSON by POST and answers with JSON; :class:`RemoteScorer` documents its settings.
 
     Errors mask the key, the user, password and query of ``url``, and values of ``headers`` from four characters on.
 
     Connection errors, time-outs, replies that are not JSON, and the statuses 408, 425, 429 and 5xx are retried. The
     wait is ``backoff`` seconds, doubled each time up to 30, minus a random share of at most one half. A ``Retry-After``
-    header may extend it. Other statuses, including redirects, fail at once.
-
-    Attributes:
-        url: address, http or https.
-        timeout: seconds per attempt.
-        total_timeout: seconds per request, with all attempts and waits.
-        retries: maximum number of attempts after the first.
-        backoff: seconds before the second attempt.
-        concurrency: maximum number of requests in flight in one :meth:`session`.
-        headers: headers of each request. They are pickled, so pass a key through ``api_key_env`` instead.
-        api_key_env: environment variable that holds a key, sent as ``Authorization: Bearer``. It is read when a session
-            opens and is not stored. None sends no key.
-        max_bytes: maximum size of a reply, before and after it is unpacked. A larger one fails at once.
-
-    Raises:
-        ValueError: if a setting is out of range.
-
-    Example::
-
-        endpoint = JsonEndpoint("http://localhost:8000/score", retries=2)
-        async with endpoint.session() as session:
-            reply = await session.post({"completions": ["It is 4."]})
+    header may extend it. Other statuses, including redirects, fail at once. So does a reply of more than ``max_bytes``,
+    before or after it is unpacked. The key is read when a session opens and is not stored.
     """
 
     url: str = field(repr=False)  # may hold a password
@@ -115,11 +91,7 @@ class JsonEndpoint:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[JsonSession]:
-        """Open connections in the running event loop and close them on exit.
-
-        Raises:
-            RemoteRewardError: if the environment variable ``api_key_env`` is not set.
-        """
+        """Open connections in the running event loop; raise ``RemoteRewardError`` if the key is missing."""
         import aiohttp
 
         key = None
@@ -140,12 +112,7 @@ class JsonEndpoint:
 
 
 class JsonSession:
-    """Session of requests to a :class:`JsonEndpoint` within one event loop.
-
-    Attributes:
-        redact: function that masks the secrets of the requests in a text.
-        name: address without secrets, for errors.
-    """
+    """Session of requests to a :class:`JsonEndpoint` within one event loop; ``redact`` masks secrets in a text."""
 
     def __init__(self, endpoint: JsonEndpoint, client: Any, redact: Redactor):
         self._endpoint, self._client, self.redact = endpoint, client, redact
@@ -153,12 +120,7 @@ class JsonSession:
         self._slots = asyncio.Semaphore(endpoint.concurrency)
 
     async def post(self, body: Any) -> Any:
-        """Post a request and return the decoded reply.
-
-        Raises:
-            RemoteRewardError: if no attempt succeeds, with the answer of the server.
-            TypeError: if ``body`` is not JSON.
-        """
+        """Post a request and return the decoded reply; raise ``RemoteRewardError`` if no attempt succeeds."""
         data = json.dumps(body, default=_to_json).encode()
         async with self._slots:  # held during backoff, so that an overloaded server gets fewer requests
             return await self._post_with_retries(data)
@@ -184,10 +146,7 @@ class JsonSession:
             await asyncio.sleep(wait)
 
     async def _attempt(self, data: bytes, timeout: float) -> Any:
-        """Return the decoded reply or a :class:`_Failure`.
-
-        It raises nothing, because the errors of aiohttp hold the headers of the request.
-        """
+        """Return the decoded reply or a :class:`_Failure`: the errors of aiohttp hold the headers of the request."""
         import aiohttp
 
         try:
@@ -228,10 +187,7 @@ def _text(body: bytes) -> str:
 
 
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Await coroutines concurrently and return their results in order.
-
-    The first exception cancels the others and is raised after they have ended.
-    """
+    """Await coroutines concurrently; the first exception cancels the others and is raised after they have ended."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -246,15 +202,13 @@ def _retry_after(value: str | None) -> float:
     if value is None:
         return 0.0
     try:
-        return max(0.0, float(value)) if value.strip().replace(".", "", 1).isdigit() else _seconds_until(value)
+        if value.strip().replace(".", "", 1).isdigit():
+            return max(0.0, float(value))
+        then = parsedate_to_datetime(value)
+        then = then if then.tzinfo else then.replace(tzinfo=timezone.utc)
+        return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())
     except (ValueError, TypeError):
         return 0.0
-
-
-def _seconds_until(date: str) -> float:
-    then = parsedate_to_datetime(date)
-    then = then if then.tzinfo else then.replace(tzinfo=timezone.utc)
-    return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())
 
 
 def _to_json(value: Any) -> Any:
@@ -349,8 +303,6 @@ class RemoteScorer:
         Raises:
             RemoteRewardError: if a request fails after all attempts, or with a status that is not retried.
             MalformedScoresError: if a reply does not hold one number or null per row.
-            KeyError: if the dataset lacks a column of ``fields``.
-            TypeError: if a column has values that are not JSON.
         """
         available = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         payload = {field: self._values(source, available) for field, source in self.fields.items()}
@@ -361,12 +313,11 @@ class RemoteScorer:
 
     def _values(self, source: str, available: Mapping[str, Any]) -> Sequence[Any]:
         if source == _JOINED:
-            return [_join(p, c) for p, c in zip(available["prompts"], available["completions"], strict=True)]
+            rows = zip(available["prompts"], available["completions"], strict=True)
+            return [p + c if isinstance(p, str) else [*p, *c] for p, c in rows]
         if source == _FINAL:
             return [final_text(completion) for completion in available["completions"]]
-        if source not in available:
-            raise KeyError(f"{self.__name__} requires column {source!r}; the rows have {sorted(available)}")
-        return available[source]
+        return take_columns(self.__name__, [source], available)[0]
 
     async def _score_rows(
         self, session: JsonSession, payload: Mapping[str, Any], start: int, total: int
@@ -393,7 +344,3 @@ class RemoteScorer:
                 )
             value = value[part]
         return value
-
-
-def _join(prompt: Any, completion: Any) -> Any:
-    return prompt + completion if isinstance(prompt, str) else [*prompt, *completion]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import threading
 from collections import Counter
@@ -10,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.rewards.executor_async import run_async
-from torchrl_rloo.rewards.executors import Executor, InlineExecutor
+from torchrl_rloo.rewards.executors import Executor, InlineExecutor, run_async
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,
@@ -22,12 +24,17 @@ from torchrl_rloo.rewards.protocol import (
     final_text,
     reward_name,
 )
-from torchrl_rloo.rewards.quarantine import MAX_TRACEBACK_CHARS, Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
 from torchrl_rloo.runtime.clock import Histogram
+from torchrl_rloo.runtime.files import append, atomic_write, make_folder
 from torchrl_rloo.runtime.lookup import is_async
 from torchrl_rloo.runtime.threads import PackageThread
 
+MAX_LINES = 1000  # per function
+MAX_WARNINGS = 10  # per function
+MAX_TRACEBACK_CHARS = 4000  # last characters of a traceback that are kept
+MAX_FLOAT32 = 3.4028234663852886e38  # largest finite float32
+MAX_EXCERPT_CHARS = 200  # characters of a prompt or completion in a log line
 MAX_SAMPLES = 8  # completions that are scored in both forms
 FORM_ERRORS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # what the wrong form usually raises
 
@@ -40,6 +47,9 @@ _MESSAGES = (
     "(model.chat_template), or read the completion itself"
 )
 
+_LOGGER = logging.getLogger(__name__)
+_COUNTERS_LOCK = threading.Lock()  # guards counters and histograms: several threads may score batches
+
 Run = Callable[[Sequence[RewardBatch]], "list[RewardCall | RewardFailure]"]
 
 
@@ -47,11 +57,7 @@ def form_hint(function: RewardFunction, batch: RewardBatch, run: Run) -> str:
     """Return advice if a function tells completions apart only in their other form; "" otherwise.
 
     Functions for TRL's standard format expect texts. On messages they fail, or give all the same score (``len``).
-
-    Args:
-        function: reward function. Those of this package read both forms.
-        batch: trajectories in the form that the run has.
-        run: function that scores batches with ``function``.
+    Functions of this package read both forms.
     """
     while (inner := getattr(function, "function", None) or getattr(function, "func", None)) is not None:
         function = inner
@@ -82,10 +88,8 @@ def _scores(run: Run, batch: RewardBatch) -> list[float | None] | None:
 def _other_form(batch: RewardBatch) -> RewardBatch | None:
     """Return texts as messages, or single messages as texts; None for longer conversations."""
     if isinstance(batch.completions[0], str):
-        prompts, completions = (
-            [_said(role, text) for text in texts]
-            for role, texts in (("user", batch.prompts), ("assistant", batch.completions))
-        )
+        prompts = [[{"role": "user", "content": text}] for text in batch.prompts]
+        completions = [[{"role": "assistant", "content": text}] for text in batch.completions]
     elif all(len(completion) == 1 for completion in batch.completions):
         prompts = [prompt if isinstance(prompt, str) else prompt[-1].get("content", "") for prompt in batch.prompts]
         completions = [final_text(completion) for completion in batch.completions]
@@ -94,31 +98,23 @@ def _other_form(batch: RewardBatch) -> RewardBatch | None:
     return replace(batch, prompts=prompts, completions=completions)
 
 
-def _said(role: str, text: Any) -> list[dict[str, Any]]:
-    return [{"role": role, "content": text}]
-
-
-_LOGGER = logging.getLogger(__name__)
-
-
 def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
     """Find the trajectories that differ in prompt, completion, ids, a column or truncation.
 
-    Values that cannot be compared (arrays, for example) count as different.
+    Return the index of the first trajectory of each set of identical ones, and for each trajectory the position of its
+    set. Values that cannot be compared (arrays, for example) count as different.
 
-    Returns:
-        Tuple ``(first, places)``. ``first`` holds the index of the first trajectory of each set of identical ones.
-        ``places[i]`` is the position in ``first`` of the set of trajectory ``i``.
-
-    Example:
-        >>> find_distinct(RewardBatch(["p", "q", "p"], ["a", "a", "a"], [[1], [1], [1]]))
-        ([0, 1], [0, 1, 0])
+    >>> find_distinct(RewardBatch(["p", "q", "p"], ["a", "a", "a"], [[1], [1], [1]]))
+    ([0, 1], [0, 1, 0])
     """
     first: list[int] = []
     places: list[int] = []
     candidates: dict[Any, list[int]] = {}  # places, by a key that is cheap to compare
     for i, ids in enumerate(batch.completion_ids):
-        alike = candidates.setdefault((tuple(ids), _last_text(batch.prompts[i])), [])
+        prompt = batch.prompts[i]
+        last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
+        text = last.get("content") if isinstance(last, Mapping) else last
+        alike = candidates.setdefault((tuple(ids), text if isinstance(text, str) else ""), [])
         place = next((p for p in alike if _is_identical(batch, first[p], i)), None)
         if place is None:
             place = len(first)
@@ -126,11 +122,6 @@ def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
             alike.append(place)
         places.append(place)
     return first, places
-
-
-def _last_text(prompt: Any) -> str:
-    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
-    return str(last.get("content")) if isinstance(last, Mapping) else last if isinstance(last, str) else ""
 
 
 def _is_identical(batch: RewardBatch, i: int, j: int) -> bool:
@@ -144,19 +135,74 @@ def _is_identical(batch: RewardBatch, i: int, j: int) -> bool:
         return False
 
 
-MAX_FLOAT32 = 3.4028234663852886e38  # largest finite float32
-MAX_EXCERPT_CHARS = 200  # characters of a prompt or completion in a log line
+class Quarantine:
+    """JSON-lines file of failed samples, at most 1,000 per function.
 
-_COUNTERS_LOCK = threading.Lock()  # guards counters and histograms: several threads may score batches
+    A failed write loses its line, never the run: the first of several in a row is logged, and the next line is tried
+    again. The file is never written through a symbolic link.
+
+    The file is created with its folder at the first line; a path of None disables it. Counts by function are ``lines``
+    written and ``lost``.
+    """
+
+    def __init__(self, path: str | os.PathLike | None):
+        self.path = None if path is None else Path(path)
+        if self.path is not None and self.path.is_dir():
+            raise ValueError(f"quarantine={str(path)!r} is a folder; set the path of a file, such as bad.jsonl")
+        self.lines: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self._fails = False  # whether the last write failed
+
+    def add(self, function: str, entry: Mapping[str, Any]) -> None:
+        """Append a line of the function's name and ``entry``, with the ``repr`` of values that are not JSON."""
+        if self.path is None or self.lines[function] >= MAX_LINES:
+            return
+        try:
+            line = _line({"function": function} | dict(entry))
+            make_folder(self.path.parent)
+            append(self.path, (line + "\n").encode())
+        except Exception as error:  # a full disk, values whose repr raises
+            if not self._fails and self.lost[function] < MAX_WARNINGS:
+                _LOGGER.warning("lost a line of quarantine %s: %s: %s", self.path, type(error).__name__, error)
+            self._fails = True
+            self.lost[function] += 1
+        else:
+            self._fails = False
+            self.lines[function] += 1
+
+    def rewind(self, step: int) -> None:
+        """Remove the lines of ``step`` and later: a run that resumes from a checkpoint writes them again."""
+        if self.path is None or not self.path.is_file():
+            return
+        kept = [line for line in self.path.read_bytes().splitlines(keepends=True) if _step(line) < step]
+        with atomic_write(self.path) as file:
+            file.write(b"".join(kept))
+
+
+def _step(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):  # a partial or foreign line
+        return math.inf
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(entry, default=repr)
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, cycles
+        return json.dumps({key: _value(value) for key, value in entry.items()})
+
+
+def _value(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+    return value
 
 
 class RewardFailureError(RuntimeError):
-    """Error of a reward function that failed on ``max_consecutive_failures`` samples in a row.
-
-    Args:
-        report: what failed, how often, and where the samples are.
-        remedy: what to change.
-    """
+    """Error of a reward function that failed on ``max_consecutive_failures`` samples in a row."""
 
     def __init__(self, report: str, remedy: str = ""):
         super().__init__(f"{report} {remedy}".rstrip())
@@ -165,17 +211,11 @@ class RewardFailureError(RuntimeError):
 
 @dataclass
 class RewardScores:
-    """Scores of ``F`` reward functions for ``B`` trajectories.
+    """Scores of ``F`` reward functions for ``B`` trajectories."""
 
-    Attributes:
-        scores: ``F`` lists of ``B`` finite numbers, None where a function abstained or failed.
-        extra: columns from ``log_extra``, ``B`` values each, None where a trajectory has no value.
-        metrics: mean of the ``log_metric`` values over all calls, by name.
-    """
-
-    scores: list[list[float | None]]
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    scores: list[list[float | None]]  # F lists of B finite numbers, None where a function abstained or failed
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, None where a row has none
+    metrics: dict[str, float] = field(default_factory=dict)  # means of the `log_metric` values over all calls
 
 
 class RewardRunner:
@@ -354,12 +394,7 @@ class RewardRunner:
         return outcome
 
     def form_hints(self, batch: RewardBatch, functions: Sequence[int] | None = None) -> dict[str, str]:
-        """Return advice by name of each function that expects the other form of completions; each is tried once.
-
-        Args:
-            batch: trajectories.
-            functions: indices of functions to try; None tries all.
-        """
+        """Return advice by name of each function (None tries all) that expects the other form; each is tried once."""
         for k in range(len(self.functions)) if functions is None else functions:
             if self.names[k] not in self._hints:
                 self._hints[self.names[k]] = form_hint(self.functions[k], batch, partial(self._call, k))
@@ -484,11 +519,9 @@ def _excerpt(value: Any) -> str:
     if isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value):
         value = " | ".join(str(message.get("content")) for message in value)
     text = value if isinstance(value, str) else repr(value)
-    return (
-        text
-        if len(text) <= MAX_EXCERPT_CHARS
-        else f"{text[: MAX_EXCERPT_CHARS // 2]} [...] {text[-MAX_EXCERPT_CHARS // 2 :]}"
-    )
+    if len(text) <= MAX_EXCERPT_CHARS:
+        return text
+    return f"{text[: MAX_EXCERPT_CHARS // 2]} [...] {text[-MAX_EXCERPT_CHARS // 2 :]}"
 
 
 def _start_thread(function: Callable[[], None]) -> Future:

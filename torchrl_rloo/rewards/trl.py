@@ -12,7 +12,7 @@ from typing import Any
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.formats import think_format
 from torchrl_rloo.rewards.lengths import RepetitionPenalty, SoftOverlong
-from torchrl_rloo.rewards.protocol import final_text
+from torchrl_rloo.rewards.protocol import RowReward, final_text
 
 
 def accuracy_reward(
@@ -33,7 +33,7 @@ def accuracy_reward(
         >>> accuracy_reward([[{"content": r"\boxed{\frac{1}{3}}"}], [{"content": r"\boxed{2}"}]], ["1/3", "1/3"])
         [1.0, 0.0]
     """
-    return _score(_accuracy(), completions, solution, log_extra)
+    return _score(_shared(), completions, solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -53,16 +53,11 @@ def reasoning_accuracy_reward(
         **kwargs: unused.
     """
     delimiters = ("</think>",) if reasoning_delimiters is None else tuple(reasoning_delimiters)
-    return _score(_reasoning_accuracy(delimiters), completions, solution, log_extra)
+    return _score(_shared(delimiters), completions, solution, log_extra)
 
 
 def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
-    """Score as :func:`~torchrl_rloo.rewards.think_format` does.
-
-    Args:
-        completions: ``B`` completions.
-        **kwargs: unused.
-    """
+    """Score as :func:`~torchrl_rloo.rewards.think_format` does; other arguments are ignored."""
     return think_format(completions, completions, completions)
 
 
@@ -89,40 +84,29 @@ def get_cosine_scaled_reward(
     return _CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
 
 
-class _RepetitionPenaltyReward(RepetitionPenalty):
-    __name__ = "repetition_penalty_reward"
+class _RewardOfIds:
+    def __init__(self, reward: RowReward, name: str):
+        self.reward, self.__name__ = reward, name
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float | None]:
         """Return ``B`` scores."""
-        return super().__call__((), (), completion_ids)
+        return self.reward((), (), completion_ids)
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float | None]]:
     """Return a reward ``f(completion_ids)``; see :class:`~torchrl_rloo.rewards.RepetitionPenalty`."""
-    return _RepetitionPenaltyReward(ngram_size, max_penalty)
-
-
-class _SoftOverlongReward(SoftOverlong):
-    __name__ = "soft_overlong_punishment_reward"
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float | None]:
-        """Return ``B`` scores."""
-        return super().__call__((), (), completion_ids)
+    return _RewardOfIds(RepetitionPenalty(ngram_size, max_penalty), "repetition_penalty_reward")
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float | None]]:
     """Return a reward ``f(completion_ids)``; see :class:`~torchrl_rloo.rewards.SoftOverlong`."""
-    return _SoftOverlongReward(max_completion_len, soft_punish_cache)
+    return _RewardOfIds(SoftOverlong(max_completion_len, soft_punish_cache), "soft_overlong_punishment_reward")
 
 
 @cache
-def _accuracy() -> MathAccuracy:
-    return MathAccuracy()
-
-
-@cache
-def _reasoning_accuracy(delimiters: tuple[str, ...]) -> ReasoningAccuracy:
-    return ReasoningAccuracy(delimiters)
+def _shared(delimiters: tuple[str, ...] | None = None) -> MathAccuracy:
+    """Return the reward that all calls share, since its workers take a second to start."""
+    return MathAccuracy() if delimiters is None else ReasoningAccuracy(delimiters)
 
 
 def _score(

@@ -1,4 +1,4 @@
-"""Reward functions that wrap another one, and the control that shuffles its scores."""
+"""Reward functions that wrap others: the control that shuffles scores, and one function per task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torchrl_rloo.rewards.protocol import (
     TrainerState,
     call_reward,
     call_reward_async,
+    prepare_reward,
     reward_name,
+    take_columns,
 )
 from torchrl_rloo.rewards.registry import load_reward
 from torchrl_rloo.runtime.lookup import is_async
@@ -56,9 +58,8 @@ class RewardWrapper(ABC):
             self.__call__ = self._call_async
 
     def prepare(self) -> None:
-        """Prepare the wrapped function; see :mod:`torchrl_rloo.rewards.executors`."""
-        if callable(prepare := getattr(self.function, "prepare", None)):
-            prepare()
+        """Prepare the wrapped function."""
+        prepare_reward(self.function)
 
     @abstractmethod
     def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
@@ -80,12 +81,7 @@ class RewardWrapper(ABC):
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> Scores | Awaitable[Scores]:
-        """Return ``B`` scores; see :mod:`torchrl_rloo.rewards.protocol` for the arguments.
-
-        Raises:
-            MalformedScoresError: if the wrapped function does not return one number or None per trajectory.
-            Exception: any exception of the wrapped function.
-        """
+        """Return ``B`` scores; see :mod:`torchrl_rloo.rewards.protocol` for the arguments and errors."""
         state = TrainerState() if trainer_state is None else trainer_state
         batch = RewardBatch(prompts, completions, completion_ids, columns, truncated, state)
         score = self._score_async if is_async(self.function) else self._score
@@ -145,4 +141,75 @@ class Shuffled(RewardWrapper):
     def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return the scores in a random order."""
         random.Random(str(batch.completion_ids)).shuffle(scores)
+        return scores
+
+
+class ForTask(RewardWrapper):
+    """Reward that scores the trajectories of one task and abstains on those of other tasks.
+
+    The function is called only with the rows of its task, and only if there are any, so it need not handle other rows.
+    Columns that it logs hold None in the other rows. Logged as ``<task>_<name of the function>``.
+
+    Args:
+        task: value of ``column`` in the rows to score.
+        function: reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
+        column: dataset column that names the task.
+
+    Raises:
+        ValueError: if ``task`` or ``column`` is empty.
+
+    Example:
+        >>> math = ForTask("math", "boxed_accuracy")
+        >>> texts = [r"\\boxed{1}", "print()", r"\\boxed{2}"]
+        >>> math(["?"] * 3, texts, [[1]] * 3, answer=["1", None, "1"], task=["math", "code", "math"])
+        [1.0, None, 0.0]
+        >>> math.__name__
+        'math_boxed_accuracy'
+    """
+
+    def __init__(self, task: str, function: RewardFunction | str | Mapping[str, Any], *, column: str = "task"):
+        if not task or not column:
+            raise ValueError(f"task={task!r} and column={column!r} must not be empty")
+        super().__init__(function, f"{task}_{{}}")
+        self.task, self.column = task, column
+
+    def select_rows(self, batch: RewardBatch) -> Sequence[int]:
+        """Return the rows of the task; raise ``KeyError`` if the dataset does not have ``column``."""
+        (tasks,) = take_columns(self.__name__, [self.column], batch.columns)
+        return [row for row, task in enumerate(tasks) if task == self.task]
+
+    def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
+        """Return the scores unchanged."""
+        return scores
+
+
+class ByTask:
+    """Reward that scores each trajectory with the function of its task and abstains on tasks without one.
+
+    Async functions are refused; use a separate :class:`ForTask` for each.
+
+    >>> score = ByTask({"sums": "boxed_accuracy", "thinking": "think_format"})
+    >>> texts, answers = [r"\\boxed{1}", "<think>a</think>b", "no"], ["1", None, "1"]
+    >>> score(["?"] * 3, texts, [[1]] * 3, answer=answers, task=["sums", "thinking", "sums"])
+    [1.0, 1.0, 0.0]
+    """
+
+    __name__ = "score"
+
+    def __init__(self, functions: Mapping[str, RewardFunction | str | Mapping[str, Any]], *, column: str = "task"):
+        self.parts = [ForTask(task, function, column=column) for task, function in functions.items()]
+        self.whole_batch = any(part.whole_batch for part in self.parts)
+        if waiting := [reward_name(part) for part in self.parts if is_async(part)]:
+            raise ValueError(f"ByTask cannot be combined with async rewards {waiting}; use a separate ForTask for each")
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        """Return ``B`` scores, None where the task has no function or its function abstains."""
+        # Do not log: the functions of several tasks would overwrite each other's columns
+        columns = {k: v for k, v in columns.items() if k not in ("log_extra", "log_metric")}
+        scores: list[float | None] = [None] * len(completions)
+        for part in self.parts:
+            given = part(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+            scores = [mine if mine is not None else other for mine, other in zip(given, scores, strict=True)]
         return scores

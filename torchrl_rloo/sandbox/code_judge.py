@@ -19,12 +19,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_rloo.sandbox.code_proxies import (
-    ProgramConnection,
-    ProgramError,
-    UnsupportedTestError,
-    forward_library,
-)
+from torchrl_rloo.sandbox.code_proxies import ProgramConnection, ProgramError, UnsupportedTestError, forward_library
 
 _REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS)  # by the sandbox
 

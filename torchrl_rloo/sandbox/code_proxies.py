@@ -21,8 +21,22 @@ from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_rloo.sandbox.code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
-from torchrl_rloo.sandbox.code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
+from torchrl_rloo.sandbox.code_peers import (
+    ABSTRACT,
+    BINARY,
+    CONVERSIONS,
+    COPIED,
+    DATACLASSES,
+    ENDING,
+    PLAIN,
+    PROTOCOLS,
+    SHARED,
+    Stream,
+    Values,
+    find_library,
+    make_empty,
+    plain_base,
+)
 
 MAX_SHARED = 2000  # items of containers that both processes compare with each request; more are copied
 _FOREIGN = {(kind.__module__, kind.__qualname__): kind for kind in vars(types).values() if isinstance(kind, type)}

@@ -311,10 +311,7 @@ class WorkspaceKeeper(Keeper):
         print(json.dumps(result))
 
     def watch(self, main: int, output: int, deadline: float, limit: int) -> tuple[int | None, str | None, bytes]:
-        """Wait for a child or for an exceeded limit and kill all processes.
-
-        Return the child's exit code, the name of the limit, and the output.
-        """
+        """Wait for a child or an exceeded limit, and kill all processes; return exit code, limit and output."""
         poll, taken, reason, code, checked = select.poll(), bytearray(), None, None, 0.0
         handle = os.pidfd_open(main)
         for file in (handle, output, self.channel):

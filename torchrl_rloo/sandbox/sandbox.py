@@ -216,19 +216,13 @@ class Sandbox:
         return self._result(reply, stdout, stderr)
 
     def judge(self, tests: Mapping[str, Any], program: Mapping[str, Any]) -> SandboxResult:
-        """Run tests in one process and the program that they test in another; return what the judge printed.
-
-        Args:
-            tests: task of :func:`torchrl_rloo.sandbox.code_judge.judge`.
-            program: task of :func:`torchrl_rloo.sandbox.code_peers.serve`.
-        """
+        """Run tests (a task of ``code_judge``) in one process and their program (of ``code_peers``) in another."""
         return self.run(_JUDGE, json.dumps(tests), guest=_SERVE, guest_stdin=json.dumps(program))
 
     def open(self, files: Mapping[str, str] | None = None) -> PythonSession | WorkspaceSession:
         """Open a session: a Python interpreter that keeps its variables, or with a ``disk`` a folder and a shell.
 
-        Args:
-            files: first files of the folder, as a mapping of paths in it to texts.
+        The first ``files`` of the folder are a mapping of paths in it to texts.
 
         Raises:
             ValueError: if ``files`` has another form, or the policy has no disk for them.
@@ -298,11 +292,7 @@ class Sandbox:
 
 
 class Starter:
-    """Handle of a process that runs ``starter.py``.
-
-    Attributes:
-        missing: one line per layer that this system lacks.
-    """
+    """Handle of a process that runs ``starter.py``, and the layers that this system lacks, a line each."""
 
     def __init__(self, policy: Policy):
         if not sys.platform.startswith("linux"):

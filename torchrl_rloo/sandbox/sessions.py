@@ -78,11 +78,7 @@ class Link:
         return self._hello or {"missing": ["the keeper process ended"], "place": None}
 
     async def exchange(self, request: dict[str, Any], patience: float, files: Sequence[int] = ()) -> dict[str, Any]:
-        """Send a request and return the reply.
-
-        Raises:
-            ConnectionError: if the keeper has ended, or sends nothing for ``patience`` seconds.
-        """
+        """Send a request and return the reply; ``ConnectionError`` without one for ``patience`` seconds."""
         self._in_flight = True
         try:
             return await asyncio.wait_for(self._exchange(json.dumps(request).encode() + b"\n", files), patience)
@@ -159,11 +155,7 @@ class PythonSession:
         return asyncio.run(self.call(code))
 
     async def call(self, code: str) -> SessionResult:
-        """Run code in the session's namespace.
-
-        Raises:
-            SandboxUnavailableError: if the starter process has ended and another cannot start.
-        """
+        """Run code in the session's namespace; ``SandboxUnavailableError`` if the starter cannot start again."""
         code = code.encode(errors="replace").decode()
         if self._closed or len(code.encode()) > _MAX_CODE_BYTES:
             return SessionResult("closed" if self._closed else "too_long")
@@ -232,28 +224,16 @@ class WorkspaceSession:
         return asyncio.run(self.call(command, timeout))
 
     async def call(self, command: str, timeout: float | None = None) -> SessionResult:
-        """Run a command of the shell in the folder.
+        """Run a command of the shell (``bash``, or ``sh`` where there is none) in the folder.
 
-        Args:
-            command: text for ``bash``, or ``sh`` where there is none.
-            timeout: limit in seconds. None is the policy's.
-
-        Raises:
-            WorkspaceLostError: if the keeper process has ended or does not answer.
+        A timeout of None is the policy's. All methods raise ``WorkspaceLostError`` if the keeper has ended or hangs.
         """
         timeout = self._policy.timeout if timeout is None else timeout
         reply = await self._request("run", timeout, command=command.replace("\0", ""))
         return SessionResult(reply["reason"], reply["output"], code=reply.get("code"))
 
     async def edit(self, operation: str, **arguments: Any) -> tuple[bool, str]:
-        """Do a file operation (``"view"``, ``"create"`` or ``"replace"``), see ``workspace_files``.
-
-        Returns:
-            Whether it succeeded, and the text for the policy.
-
-        Raises:
-            WorkspaceLostError: if the keeper process has ended or does not answer.
-        """
+        """Do a file operation of ``workspace_files``; return whether it succeeded, and the text for the policy."""
         reply = await self._request(operation, _EDIT_SECONDS, arguments=arguments)
         if reply["reason"] != "exit" or reply["code"] != 0:
             return False, f"the file operation was stopped ({reply['reason']}): try a smaller file"
@@ -261,13 +241,7 @@ class WorkspaceSession:
         return result["ok"], result["text"]
 
     async def judge(self, tests: Mapping[str, Any], program: Mapping[str, Any], timeout: float) -> str:
-        """Run tests in one process and the program that they test in another; return what the judge printed.
-
-        The arguments are those of :meth:`Sandbox.judge`, and a limit in seconds.
-
-        Raises:
-            WorkspaceLostError: if the keeper process has ended or does not answer.
-        """
+        """Run tests and their program as :meth:`Sandbox.judge` does, for ``timeout`` seconds; return the output."""
         with contextlib.ExitStack() as stack:
             files = []
             for task in (tests, program):

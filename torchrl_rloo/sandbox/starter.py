@@ -60,11 +60,7 @@ kernel, keepers, _ = load_modules()
 
 
 class Containment:
-    """Protections of programs and Python sessions, prepared once.
-
-    Attributes:
-        missing: one line per layer that this system lacks.
-    """
+    """Protections of programs and Python sessions, prepared once; ``missing`` has a line per layer that is absent."""
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.missing = settings, []

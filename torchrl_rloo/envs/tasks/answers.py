@@ -14,7 +14,7 @@ from typing import Any
 from torchrl_rloo.envs.tasks.base import Task
 from torchrl_rloo.rewards.choices import MultipleChoice
 from torchrl_rloo.rewards.matching import NumericMatch, find_number, last_boxed, number_form
-from torchrl_rloo.rewards.math_judge import shared_judge
+from torchrl_rloo.rewards.process_judge import shared_judge
 
 _STORIES = (
     "{name} has {a} apples and buys {b} more. How many apples does {name} have now?",

@@ -11,7 +11,7 @@ from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.sampling import MixtureSampler, PromptSampler
 from torchrl_rloo.envs.tasks.base import Task, TaskBase
 from torchrl_rloo.rewards.protocol import RewardFunction
-from torchrl_rloo.rewards.tasks import ByTask, ForTask
+from torchrl_rloo.rewards.wrapping import ByTask, ForTask
 
 
 class Mixture(TaskBase):

@@ -24,9 +24,8 @@ from torchrl_rloo.envs.turn_transform import CountingTransform, EnvTransform
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.protocol import MAX_HISTORY, RewardBatch, RewardFunction, TrainerState
-from torchrl_rloo.rewards.quarantine import Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec
-from torchrl_rloo.rewards.runner import RewardRunner
+from torchrl_rloo.rewards.runner import Quarantine, RewardRunner
 from torchrl_rloo.runtime.clock import Histogram
 from torchrl_rloo.runtime.lookup import is_async
 

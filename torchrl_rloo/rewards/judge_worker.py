@@ -1,19 +1,224 @@
-"""Comparison of mathematical answers; a module that :mod:`torchrl_rloo.rewards.judge_loop` runs.
+"""Worker process of judges: a script whose argument is ``math`` or ``json``.
 
-Short texts such as ``9^{9^{9}}`` keep SymPy in one endless multiplication, which no exception can interrupt.
+It does not import the toolkit, so it starts in about a second and needs about 60 MB. Requests and replies are lines of
+JSON. A request is ``[limit, gold, text]`` with a limit in seconds of CPU time. The first reply tells whether the gold
+was read, or is an error. If it was, a second reply tells whether the text fits it. Without a gold, the reply is the
+canonical form of the text's answer, or ``""``.
+
+A child process reads and answers. A request over the limit ends the child, within any operation: short texts such as
+``9^{9^{9}}`` keep SymPy in one endless multiplication, which no exception can interrupt. Its parent replies ``null``
+and forks the next child, which takes milliseconds since the libraries are imported.
 """
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
+
+import json
 import logging
 import math
+import os
 import re
+import resource
+import signal
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+MAX_BYTES = 2_000_000_000  # address space: some short texts are numbers of gigabytes
+
+
+class Judge(NamedTuple):
+    """Functions without time limits: they read golds and texts, compare both, and write the form of an answer."""
+
+    parse_gold: Callable[[str], Any]
+    parse_answer: Callable[[str], Any]
+    equal: Callable[[Any, Any], bool | str]
+    form: Callable[[Any], str] | None = None
+
+
+def main(kind: str) -> None:
+    """Fork processes that answer requests, one at a time, until standard input closes."""
+    # Leave Ctrl-C to the training process, and keep the output of libraries out of the replies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    with suppress(ValueError, OSError):  # macOS has no limit of address space
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.set_int_max_str_digits(0)  # the limit of CPU time bounds large numbers
+    judge = make_math_judge() if kind == "math" else make_json_judge()
+    os.write(replies, b'"ready"\n')
+    while (child := os.fork()) > 0:
+        if os.waitpid(child, 0)[1] == 0:
+            return
+        with suppress(BrokenPipeError):  # the trainer has ended
+            os.write(replies, b"null\n")
+    try:
+        answer_requests(judge, replies)
+    except (MemoryError, RecursionError):
+        os._exit(1)
+    os._exit(0)
+
+
+def answer_requests(judge: Judge, replies: int) -> None:
+    """Answer requests from standard input until it closes; end this process at a request's limit of CPU time."""
+
+    def reply(value: Any) -> None:
+        os.write(replies, json.dumps(value).encode() + b"\n")
+
+    while line := _read_line():
+        limit, gold, text = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, limit)  # its signal ends the process within any operation
+        if gold is None:
+            reply(judge.form(judge.parse_answer(text)))
+        else:
+            parsed = judge.parse_gold(gold)
+            reply(parsed if isinstance(parsed, str) else bool(parsed))
+            if parsed and not isinstance(parsed, str):
+                reply(judge.equal(parsed, judge.parse_answer(text)))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _read_line() -> bytes:
+    """Return the next request; no other follows it before its reply, so no text of another is read."""
+    line = bytearray()
+    while not line.endswith(b"\n") and (part := os.read(0, 65536)):
+        line += part
+    return bytes(line)
+
+
+# JSON Schema
+
+# Parts of a pattern: an escaped character, a class up to its end, and the end of the text
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*|\$", re.DOTALL)
+_EXAMPLES = (None, True, 1, "a", [], {})  # a schema that takes long for each of them does so for all values
+
+
+def make_json_judge() -> Judge:
+    """Return functions that read a schema and a completion, and check one by the other."""
+    read = lru_cache(maxsize=64)(read_schema)
+
+    def parse_gold(schema: str) -> Any:
+        try:
+            validator = read(schema)
+            for example in _EXAMPLES:
+                _is_valid(validator, example)
+        except ValueError as error:
+            return str(error)
+        except RecursionError:  # it refers to itself without end
+            return None
+        return validator
+
+    def equal(validator: Any, text: str) -> bool | str:
+        try:
+            value = read_json(text)
+        except (ValueError, RecursionError):  # not JSON, too large for a float, nested too deeply
+            return False
+        try:
+            return _is_valid(validator, value)
+        except ValueError as error:
+            return str(error)
+        except RecursionError:
+            return False
+
+    parse_gold("{}")  # so that no child has to import
+    return Judge(parse_gold, lambda text: text, equal)
+
+
+def _is_valid(validator: Any, value: Any) -> bool:
+    from referencing.exceptions import Unresolvable
+
+    try:
+        return validator.is_valid(value)
+    except Unresolvable as error:
+        raise ValueError(f"schema must contain its reference {error.ref!r}: nothing is fetched") from error
+    except OverflowError:
+        return False
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text without repeated names and with numbers that a float can hold."""
+    return json.loads(
+        text, parse_constant=_finite, parse_float=_finite, parse_int=_integer, object_pairs_hook=_distinct
+    )
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number:.20} is not finite")
+    return value
+
+
+def _integer(number: str) -> int:
+    if len(number) > 4000:
+        raise ValueError(f"an integer of {len(number)} digits is too large")
+    return int(number)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("an object repeats a name")
+    return found
+
+
+def read_schema(schema: str) -> Any:
+    """Return the validator of a schema in JSON; raise ``ValueError`` if it is not a JSON Schema."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import extend, validator_for
+    from referencing import Registry
+
+    try:
+        parsed = json.loads(schema)
+        kind = validator_for(parsed, default=Draft202012Validator)
+        kind.check_schema(parsed)
+    except (SchemaError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        reason = error.message if isinstance(error, SchemaError) else error
+        raise ValueError(f"schema={schema:.200} must be a JSON Schema: {reason}") from error
+    kind = extend(kind, {"uniqueItems": _unique_items, "pattern": _pattern})
+    return kind(parsed, registry=Registry())  # the default registry would fetch external references
+
+
+def _unique_items(validator: Any, unique: bool, value: Any, schema: Any) -> Iterator[Any]:
+    """Check in linear time that no items are equal; jsonschema compares each with each."""
+    from jsonschema.exceptions import ValidationError
+
+    if unique and validator.is_type(value, "array") and len({_form(item) for item in value}) < len(value):
+        yield ValidationError("the items must be unique")
+
+
+def _form(value: Any) -> Any:
+    """Return a hashable form that is equal for equal JSON values: 1 is 1.0, but not true."""
+    if isinstance(value, dict):
+        return frozenset((name, _form(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return tuple(map(_form, value))
+    return (bool, value) if isinstance(value, bool) else value  # no list has a type
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
+    """Search a pattern whose ``$`` is the end of the text, as JSON Schema has it; Python's allows a line break."""
+    from jsonschema.exceptions import ValidationError
+
+    if validator.is_type(value, "string") and not re.search(_ended(pattern), value):
+        yield ValidationError("the text must match its pattern")
+
+
+@lru_cache(maxsize=256)
+def _ended(pattern: str) -> str:
+    return _PATTERN_PART.sub(lambda part: r"\Z" if part[0] == "$" else part[0], pattern)
+
+
+# Mathematical answers
 
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 # Delimiters, several lines, GSM8K's marker, and notations that only the parser of plain expressions reads
@@ -47,16 +252,7 @@ _DEGREE = re.compile(r"\\circ|\\degree|\u00b0")
 _PERCENTAGE = re.compile(r"(?<![0-9.])([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s?\\?%")
 
 
-class Judge(NamedTuple):
-    """Functions that parse golds and completions, compare both, and write the canonical form of an answer."""
-
-    parse_gold: Callable[[str], list[Any]]
-    parse_answer: Callable[[str], list[Any]]
-    equal: Callable[[list[Any], list[Any]], bool]
-    form: Callable[[list[Any]], str]
-
-
-def make_judge() -> Judge:
+def make_math_judge() -> Judge:
     """Import the libraries and return the functions, which have no time limits."""
     logging.disable(logging.WARNING)  # math-verify warns that its time limits are disabled
     from latex2sympy2_extended import NormalizationConfig
@@ -88,7 +284,10 @@ def make_judge() -> Judge:
             return False
         answer = [value for value in answer if not _is_false(value)]
         pairs = [(g, a) for g in gold for a in answer if isinstance(g, str) == isinstance(a, str)]
-        return any((_same(g, a) or verify(g, a, timeout_seconds=None)) and _may_equal(g, a) for g, a in pairs)
+        return any(
+            (_describe(_unwrap(g)) == _describe(_unwrap(a)) or verify(g, a, timeout_seconds=None)) and _may_equal(g, a)
+            for g, a in pairs
+        )
 
     def form(answer: list[Any]) -> str:
         return "_".join([_describe(_unwrap(answer[0])), *_bases(answer)]) if answer else ""
@@ -119,10 +318,6 @@ def _end_of_equation(values: list[Any]) -> list[Any]:
     ):
         return values
     return [take_last_relation(equation).rhs, *texts]
-
-
-def _same(gold: Any, answer: Any) -> bool:
-    return _describe(_unwrap(gold)) == _describe(_unwrap(answer))
 
 
 def _may_equal(gold: Any, answer: Any) -> bool:
@@ -273,3 +468,7 @@ def _round(value: Fraction, is_decimal: bool) -> str:
         simple = value.limit_denominator(100)  # two such fractions differ in the first four decimals
         value = simple if is_decimal and abs(value) >= 1e-3 and round(simple, 6) == value else value
     return str(value)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
