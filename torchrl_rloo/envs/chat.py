@@ -123,8 +123,8 @@ class ChatEnv(SignedEnv, EnvBase):
     ``("log_probs", "full")`` float32, each ``[T]``, and the messages after the query as ``"completion"``. The policy
     writes ``("tokens", "full")`` and extends mask and log-probs. Later turns only extend these entries, unless
     ``on_rewrite="split"`` starts a new sample. The environment keeps no state per row, so any subset of rows may be
-    stepped (:func:`~torchrl_rloo.envs.stepping.step_rows`), also in another process: a conversation's ``"trajectory_id"`` is
-    unique over processes, and its ``"started"`` is wall-clock time. A row may bring its ``"trajectory_id"`` to
+    stepped (:func:`~torchrl_rloo.envs.stepping.step_rows`), also in another process. A conversation's
+    ``"trajectory_id"`` is unique over processes. A row may bring its ``"trajectory_id"`` to
     ``reset``; otherwise the environment makes one.
 
     ``tokenizer``, ``batch_size``, ``input_mode`` and ``template_kwargs`` are TorchRL's.
