@@ -25,7 +25,7 @@ from torchrl_rloo.envs.tools.browser import PROGRAMS, Browser, check_hosts, is_a
 from torchrl_rloo.envs.tools.tool import ToolTimeoutError
 from torchrl_rloo.envs.transforms import BrowserTransform
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.runtime.reaper import descendants
+from torchrl_rloo.runtime.processes import descendants
 
 needs_browser = pytest.mark.skipif(not any(map(shutil.which, PROGRAMS)), reason="requires Chromium or Chrome")
 
