@@ -27,7 +27,7 @@ from torchrl_rloo.weight_update import (
     WeightSyncError,
     WeightTarget,
 )
-from torchrl_rloo.weight_update.target import TargetGroup
+from torchrl_rloo.weight_update.protocol import TargetGroup
 from torchrl_rloo.weight_update.transport import Transport
 
 PATIENT = 60.0

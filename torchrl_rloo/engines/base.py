@@ -14,12 +14,11 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.functional.sampling import SamplingDistribution
-from torchrl_rloo.weight_update.target import (  # noqa: F401  for all engines, whose errors a publisher raises as well
+from torchrl_rloo.weight_update.protocol import (  # noqa: F401  for all engines, whose errors a publisher raises as well
     EngineDeadError,
     EngineError,
     EngineTimeoutError,
     InFlight,
-    Lifecycle,
     WeightStep,
     WeightTarget,
     check_in_flight,
@@ -99,6 +98,17 @@ def check_sample(sample: Any, request: Request, *, vocab_size: int, version: int
     raise EngineError(f"the engine answered with {wrong}")
 
 
+def is_dead(engine: Engine, timeout: float = 10.0) -> bool:
+    """Return whether an engine died or does not answer within ``timeout`` seconds, so that a restart may help."""
+    try:
+        engine.check_health(timeout)
+    except EngineDeadError:
+        return True
+    except EngineError:  # for example, a closed engine
+        return False
+    return False
+
+
 class EngineLoad(NamedTuple):
     """Work inside an engine.
 
@@ -140,12 +150,46 @@ class Sampler(ABC):
         """
 
 
-class Engine(Sampler, WeightTarget, Lifecycle):
-    """Base of engines, which sample turns and receive weight updates.
+class Engine(Sampler, WeightTarget):
+    """Base of engines, which sample turns, receive weight updates, sleep, die and restart.
 
     An engine is a context manager, which closes it on exit. After ``pause``, requests wait until ``resume``. After
     ``sleep``, they are refused until ``wake``.
+
+    Attributes:
+        is_near: False if requests of this process leave its machine.
     """
+
+    closed: bool = False
+    asleep: bool = False
+    is_near: bool = True
+
+    @abstractmethod
+    def check_health(self, timeout: float = 10.0) -> None:
+        """Call the engine and wait ``timeout`` seconds for its answer.
+
+        Raise EngineDeadError if it is dead, or does not answer in time; its cause is then an EngineTimeoutError. Raise
+        EngineError if it is closed.
+        """
+
+    def restart(self) -> None:
+        """Kill what remains of the engine and start it from its checkpoint, with ``version`` 0."""
+        raise EngineError(f"{type(self).__name__} cannot be restarted")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine and release its resources. It may be called again."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Release as much of the engine's device memory as possible, for training on the same device.
+
+        A sleeping engine may refuse weights. Wake it before an update.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
 
     def _refusal(self, ready: bool) -> EngineError | None:
         """Return the error that every call raises now, or every request if ``ready``; None if there is none."""

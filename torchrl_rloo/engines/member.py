@@ -64,11 +64,6 @@ class Member:
     - ``"dead"``: it died or hangs. The supervisor restarts it, unless its budget of restarts is spent.
     - ``"closed"``: it was closed, for good.
 
-    Args:
-        engine: engine of any kind. One that is no :class:`AsyncEngine` gets a thread that batches its requests.
-        number: number in the pool, which no later member gets again.
-        state: first state.
-
     Attributes:
         engine: engine that takes the requests.
         target: engine as passed, which takes the weights.

@@ -499,13 +499,6 @@ class ScriptedModelEngine(TransformersEngine):
 
     ``turns`` has the turns by the ids of a prompt, of which a request's seed chooses one. Other prompts, such as those
     of later turns, get one of ``default``.
-
-    Example:
-        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
-        >>> model = build_model(build_tokenizer(), seed=0).eval()
-        >>> engine = ScriptedModelEngine(model, turns={(5, 6): [[7, 8], [9]]}, default=[[1]])
-        >>> [sample.tokens for sample in engine.generate([Request(ids, 4, seed=0) for ids in ([5, 6], [5])])]
-        [[7, 8], [1]]
     """
 
     def __init__(

@@ -50,10 +50,6 @@ def server_command(
     and replies are not encrypted, so bind the server to the loopback interface or to a private network. Further
     arguments are those of vLLM's engine. ``max_model_len=4096`` becomes ``--max-model-len 4096``, True and False become
     ``--flag`` and ``--no-flag``, and dicts and lists become JSON.
-
-    Example:
-        >>> server_command("my-model", dtype="float32", max_model_len=4096)[1:5]
-        ['-m', 'vllm.entrypoints.openai.api_server', '--model', 'my-model']
     """
     if "api_key" in arguments:
         raise ValueError(f"api_key cannot be on a command line, which all users can read; set {KEY} instead")

@@ -75,6 +75,7 @@ class RayEngineClient(SharedEngine):
         facts = handle.facts
         self.context_length, self.vocab_size, self.stop_ids = facts.context_length, facts.vocab_size, facts.stop_ids
         self.counts_running_tokens, self.node_id, self.pid = facts.counts_running_tokens, facts.node_id, facts.pid
+        self.is_near = facts.node_id == require_ray().get_runtime_context().get_node_id()
         self.start_count = handle.start_count
         self._connection = Connection(handle.actor, handle.name, self.request_timeout, self._stays)
         self._connection.note_version(handle.version)
@@ -184,14 +185,7 @@ class RayEngineClient(SharedEngine):
 
 
 class Connection:
-    """Requests of this process inside one actor.
-
-    Args:
-        handle: handle of the actor.
-        name: name of the engine, for messages.
-        request_timeout: seconds of sampling that a request may take.
-        stays: whether to listen also without requests inside, for the state.
-    """
+    """Requests of this process inside one actor."""
 
     def __init__(self, handle: Any, name: str, request_timeout: float, stays: bool):
         self.handle, self.name, self.request_timeout = handle, name, request_timeout

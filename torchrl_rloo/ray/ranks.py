@@ -278,11 +278,7 @@ class Process(Protocol):
 
 
 def reserve_port(address: str = "127.0.0.1") -> socket.socket:
-    """Return a socket that keeps its port free for the store of rank 0, which may still listen on it.
-
-    Args:
-        address: address of this machine; an empty one stands for all.
-    """
+    """Return a socket that keeps its port free for the store of rank 0, which may still listen on it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((address, 0))

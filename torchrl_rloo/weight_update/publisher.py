@@ -15,10 +15,7 @@ from torch import nn
 
 from torchrl_rloo.runtime.ranks import RankError
 from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Peer, Snapshot, StepError
-from torchrl_rloo.weight_update.rotary import check_engine_frequencies
-from torchrl_rloo.weight_update.shards import sharing_ranks
-from torchrl_rloo.weight_update.source import GatherError
-from torchrl_rloo.weight_update.target import (
+from torchrl_rloo.weight_update.protocol import (
     EngineDeadError,
     EngineError,
     EngineTimeoutError,
@@ -27,6 +24,9 @@ from torchrl_rloo.weight_update.target import (
     WeightTarget,
     check_in_flight,
 )
+from torchrl_rloo.weight_update.rotary import check_engine_frequencies
+from torchrl_rloo.weight_update.shards import sharing_ranks
+from torchrl_rloo.weight_update.source import GatherError
 
 _POLL_SECONDS = 0.1  # between looks at a group without members
 
@@ -130,8 +130,8 @@ class Publisher(WeightUpdater):
     """Base class of updaters of engines, which has all state of versions: spent, staged, current, and its snapshot.
 
     :meth:`publish` stages a version while engines sample. :meth:`commit` pauses each engine only to load it. With a
-    :class:`~torchrl_rloo.weight_update.target.TargetGroup`, a push succeeds if at least one member has the version, and
-    members that fail are reported to the group. With plain engines one failure is an error.
+    ``TargetGroup``, a push succeeds if at least one member has the version, and members that fail are reported to the
+    group. With plain engines one failure is an error.
 
     A subclass says what a snapshot is, and which steps stage and load it. Only ranks that send need engines.
     """
@@ -203,12 +203,6 @@ class Publisher(WeightUpdater):
         """Send the current weights under a new version to all engines, which stage them and sample on.
 
         A version that was published before and not committed is dropped. Training may continue after the return.
-
-        Returns:
-            The version, which waits for :meth:`commit`.
-
-        Raises:
-            WeightSyncError: if an engine failed, or all members of a group. The version is spent.
         """
         self.version += 1
         self._stage(self.version, keep=True)
@@ -218,12 +212,7 @@ class Publisher(WeightUpdater):
 
     @_joint
     def commit(self, version: int) -> None:
-        """Activate a published version in all engines that have staged it.
-
-        Raises:
-            ValueError: if ``version`` is not the one that was published last, or was committed already.
-            WeightSyncError: if an engine failed, or all members of a group.
-        """
+        """Activate a published version in all engines that have staged it."""
         staged = None if self._open is None else self._open.snapshot.version
         if staged != version:
             have = "none" if staged is None else staged
@@ -236,10 +225,6 @@ class Publisher(WeightUpdater):
 
         If all members of a group fail, nothing could sample with the old weights either. The push then waits for the
         first member that is restarted, once.
-
-        Raises:
-            WeightSyncError: if an engine failed, or all members of a group. The version is spent. The next push sends
-                everything again.
         """
         had_members = self.group is not None and bool(self.group.targets())
         try:
@@ -259,9 +244,6 @@ class Publisher(WeightUpdater):
 
         If an earlier call failed and the model was trained since, they get a new version: some engine may have the
         other weights. All ranks of a sharded model call it before rank 0 collects.
-
-        Raises:
-            WeightSyncError: if an engine failed, or all members of a group.
         """
         if self._filled:
             return
@@ -277,9 +259,6 @@ class Publisher(WeightUpdater):
 
         It may be called from any thread while the model trains, and waits for a push in flight. Before the first push
         the snapshot is taken from the model, unless training has changed it since the publisher was made.
-
-        Raises:
-            WeightSyncError: if the engine failed, or if there is no snapshot.
         """
         with self._lock:
             peer = self._peer(engine)
