@@ -48,8 +48,7 @@ class EnginePool(AsyncEngine, TargetGroup):
     attached publisher, a member is ready only once it was filled with weights. :class:`Member` lists the states.
 
     A pool of engines in other processes can be pickled. It then follows the driver's pool, which updates, pauses,
-    restarts and fills the members: it only samples. Both exchange messages regularly. :meth:`follow` takes the states
-    of the driver's members, and :meth:`reports` returns those that died here.
+    restarts and fills the members: it only samples, and reports members that died here.
 
     Args:
         engines: engines of one model. One that is no :class:`AsyncEngine` gets a thread that batches its requests.
@@ -63,7 +62,7 @@ class EnginePool(AsyncEngine, TargetGroup):
         members: current members, in the order of their numbers.
         follows: whether another process supervises the members.
         counts: numbers of events, such as ``pool/deaths``, ``pool/restarts`` and ``pool/resubmitted``.
-        events: the last changes of states, as :class:`~torchrl_rloo.engines.member.PoolEvent`.
+        events: the last changes of states.
 
     Raises:
         ValueError: if there are no engines, one appears twice, or an argument is out of range.
@@ -106,7 +105,7 @@ class EnginePool(AsyncEngine, TargetGroup):
         self.counts: Counter[str] = Counter()
         self.events: deque[PoolEvent] = deque(maxlen=1000)
         self.lock = RLock()  # reentrant, since the garbage collector may end futures while it is held
-        self._ready = tuple(member for member in self.members if member.state == "ready")
+        self._ready = tuple(self._in_state("ready"))
         self.fill: Callable[[WeightTarget], None] | None = None
         self._next_number = len(self.members)
         # A request is at one place at a time: inside one member, or in this queue. Its future resolves once
@@ -389,7 +388,7 @@ class EnginePool(AsyncEngine, TargetGroup):
             member.changes += 1
             if state == "ready" or cause is not None:
                 member.cause = cause
-            self._ready = tuple(member for member in self.members if member.state == "ready")
+            self._ready = tuple(self._in_state("ready"))
         return True
 
     def suspect(self, member: Member, error: BaseException, *, lacks_weights: bool = False) -> None:
