@@ -532,8 +532,14 @@ def test_an_engine_with_batched_calls_that_answers_wrongly_serves_the_next_reque
 
 
 def test_load_has_sums_and_the_largest_share(make_pool) -> None:
-    shares = (0.25, 0.5)
-    engines = [ScriptedEngine(seeds(inf), max_concurrency=1, kv_usage=lambda s=s: s) for s in shares]
+    class Shared(ScriptedEngine):
+        share = 0.0
+
+        def load(self) -> EngineLoad:
+            return super().load()._replace(kv_usage=self.share)
+
+    engines = [Shared(seeds(inf), max_concurrency=1) for _ in range(2)]
+    engines[0].share, engines[1].share = 0.25, 0.5
     pool = make_pool(engines)
     for request in REQUESTS[:5]:
         pool.submit(request)

@@ -5,7 +5,6 @@ Run as a script this file is one of two ranks: ``test_vllm_publisher.py RANK FOL
 
 from __future__ import annotations
 
-import copy
 import os
 import socket
 import sys
@@ -24,7 +23,6 @@ from support.weights import push
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training.shard import shard_model
@@ -178,18 +176,6 @@ def test_nothing_cached_of_old_weights_is_used(vllm_engine, make_trained, change
     assert log_prob_error(engine, trained) > 0.01  # so the check above would fail with stale weights
 
 
-def test_several_engines_at_once(vllm_engine, make_trained, change, log_prob_error):
-    trained = make_trained("tied")
-    engines = [vllm_engine, TransformersEngine(copy.deepcopy(trained))]
-    updater = WeightPublisher(trained, engines, transport=SharedMemory(), bucket_bytes=BUCKET, timeout=120)
-    for version in (1, 2):
-        change(trained, version)
-        push(updater, version)
-        assert [engine.version for engine in engines] == [version, version]
-        assert max(log_prob_error(engine, trained) for engine in engines) < 1e-5
-    updater.close()
-
-
 class Watched(ScriptedEngine):
     """Engine that counts pauses and resumes."""
 
@@ -240,13 +226,6 @@ def test_it_connects_once_and_anew_for_another_engine_or_other_tensors(watched):
     updater.close()
     push(updater, 5)
     assert watched.steps() == FIRST
-
-
-@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
-def test_engines_are_paused_and_resumed_once(watched, in_flight):
-    WeightPublisher(nn.Linear(2, 2), watched, in_flight=in_flight).push_weights()
-    assert watched.pauses == [in_flight] and watched.resumes == 1
-    assert watched.generate([Request([1], limit=1, seed=0)])[0].versions == [1]
 
 
 def test_figures_of_the_last_push(watched):

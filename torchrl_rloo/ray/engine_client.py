@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 from threading import Lock
@@ -22,12 +22,10 @@ from torchrl_rloo.engines.base import (
     EngineError,
     EngineLoad,
     EngineTimeoutError,
-    InFlight,
     Request,
     Sample,
     SamplingClock,
     SharedEngine,
-    WeightStep,
 )
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.engines.vllm_loop import CLOSED, LoopThread
@@ -55,6 +53,15 @@ class EngineHandle(NamedTuple):
     def connect(self) -> RayEngineClient:
         """Return a client of the engine."""
         return RayEngineClient(self)
+
+
+def _refused(call: str) -> Callable[..., Any]:
+    """Return a method that refuses a call of the driver."""
+
+    def refuse(self: RayEngineClient, *args: Any, **kwargs: Any) -> Any:
+        raise EngineError(f"{call}() of {self.handle.name} belongs to the driver; call it there")
+
+    return refuse
 
 
 class RayEngineClient(SharedEngine):
@@ -151,37 +158,15 @@ class RayEngineClient(SharedEngine):
         self.closed = True
         self._connection.close(CLOSED)
 
-    def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """Refuse the step, since the driver updates the weights."""
-        raise self._not_here("update_weights()")
-
-    def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
-        """Refuse the call, since the driver pauses the engine."""
-        raise self._not_here("pause()")
-
-    def resume(self) -> None:
-        """Refuse the call, since the driver resumes the engine."""
-        raise self._not_here("resume()")
-
-    def restart(self) -> None:
-        """Refuse the call, since the driver restarts the engine."""
-        raise self._not_here("restart()")
-
-    def sleep(self) -> None:
-        """Refuse the call, since the driver puts the engine to sleep."""
-        raise self._not_here("sleep()")
-
-    def wake(self) -> None:
-        """Refuse the call, since the driver wakes the engine."""
-        raise self._not_here("wake()")
+    # The driver updates, pauses and restarts the engine, and puts it to sleep
+    update_weights, pause, resume, restart, sleep, wake = map(
+        _refused, ("update_weights", "pause", "resume", "restart", "sleep", "wake")
+    )
 
     def _refusal(self, ready: bool) -> EngineError | None:
         if self._connection.death is not None and not self.closed:
             return EngineDeadError(*self._connection.death.args)
         return super()._refusal(ready)
-
-    def _not_here(self, call: str) -> EngineError:
-        return EngineError(f"{call} of {self.handle.name} belongs to the driver; call it there")
 
 
 class Connection:
