@@ -14,8 +14,15 @@ import torch
 
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
-from torchrl_rloo.engines.batched import BatchedEngine
+from torchrl_rloo.engines.base import (
+    BatchedEngine,
+    EngineDeadError,
+    EngineError,
+    EngineLoad,
+    EngineTimeoutError,
+    Request,
+    Sample,
+)
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.engines.routers import LeastLoaded, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn

@@ -11,8 +11,16 @@ from threading import Thread
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
-from torchrl_rloo.engines.base import AsyncEngine, Engine, EngineError, EngineHandle, Request, Sample, SharedEngine
-from torchrl_rloo.engines.batched import BatchedEngine
+from torchrl_rloo.engines.base import (
+    AsyncEngine,
+    BatchedEngine,
+    Engine,
+    EngineError,
+    EngineHandle,
+    Request,
+    Sample,
+    SharedEngine,
+)
 from torchrl_rloo.engines.occupancy import Occupancy, Reading
 
 _FOLLOW_S = 1.0  # time for other processes to learn that a member leaves
