@@ -27,7 +27,7 @@ from torchrl_rloo.engines.vllm_api import (
     sample_from_reply,
     sampling_arguments,
 )
-from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
+from torchrl_rloo.engines.vllm_base import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
 from torchrl_rloo.runtime.http import ENCODINGS, Redactor, ReplyError, decode, plain_json, read_body
 
 _POLL_PERIOD_S = 0.5  # time between two attempts to reach a server that is starting

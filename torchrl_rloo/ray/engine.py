@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from torchrl_rloo.engines.base import Engine, EngineDeadError, EngineError, EngineTimeoutError, InFlight, WeightStep
-from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED
+from torchrl_rloo.engines.vllm_base import CLOSED, NOT_RESTARTED
 from torchrl_rloo.ray.engine_actor import CallResult, EngineActor, EngineFacts
 from torchrl_rloo.ray.engine_client import EngineHandle, RayEngineClient
 from torchrl_rloo.ray.session import require_ray

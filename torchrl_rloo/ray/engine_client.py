@@ -28,7 +28,7 @@ from torchrl_rloo.engines.base import (
     SharedEngine,
 )
 from torchrl_rloo.engines.occupancy import Reading
-from torchrl_rloo.engines.vllm_loop import CLOSED, LoopThread
+from torchrl_rloo.engines.vllm_base import CLOSED, LoopThread
 from torchrl_rloo.ray.engine_actor import AnswerBatch, CallResult, EngineFacts, EngineState, RequestBatch
 from torchrl_rloo.ray.session import require_ray
 
