@@ -27,7 +27,7 @@ from torchrl_rloo.collectors.llm import CollectionProgress
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.scripted import ScriptedTurn
-from torchrl_rloo.runtime.loop_call import LoopCall
+from torchrl_rloo.runtime.event_loop import LoopCall
 
 # An interrupt may hit between the creation of a coroutine and its start
 pytestmark = [

@@ -220,13 +220,9 @@ def test_members_join_and_leave_pools_that_follow(pool: EnginePool, follower) ->
         future.cancel()
 
 
-def test_the_nearest_router_prefers_its_node_until_it_is_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrl_rloo.engines import routers
-
+def test_the_nearest_router_prefers_its_node_until_it_is_overloaded() -> None:
     members = [Member(ScriptedEngine([]), number) for number in range(4)]
-    for member, node in zip(members, ("a", "b", "b", None), strict=True):
-        member.target.node_id = node
-    monkeypatch.setattr(routers, "_own_node", lambda: "b")
+    members[0].target.is_near = False
     router, request = NearestFirst(overload=1.5), Request([1] * 10, limit=10, seed=0)
     members[1].outstanding = members[3].outstanding = 40
     assert router.choose(request, members, members) is members[2]

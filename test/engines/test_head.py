@@ -15,7 +15,7 @@ from torch import nn
 from torchrl_rloo.data import encode_prompt, keys
 from torchrl_rloo.data.rows import ragged
 from torchrl_rloo.engines import find_head, score_positions
-from torchrl_rloo.engines.head import Head, predicting_states
+from torchrl_rloo.engines.head import predicting_states
 from torchrl_rloo.functional import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
 
@@ -388,9 +388,3 @@ def test_a_model_without_experts_has_no_router_loss(make_policy: Callable, promp
     policy = make_policy(build("qwen2"))
     with pytest.raises(ValueError, match="'qwen2'"):
         policy.get_new_version(generate=False).score(policy(prompt_rows(*ids)), router_loss=True)
-
-
-def test_a_head_is_what_was_found() -> None:
-    head = find_head(build("cohere"))
-    assert isinstance(head, Head) and head.scale == 0.25 and head.softcap is None
-    assert find_head(build("gemma2")).softcap == 2.0 and find_head(build("granite")).scale == pytest.approx(1 / 3)

@@ -14,8 +14,15 @@ import torch
 
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
-from torchrl_rloo.engines.batched import BatchedEngine
+from torchrl_rloo.engines.base import (
+    BatchedEngine,
+    EngineDeadError,
+    EngineError,
+    EngineLoad,
+    EngineTimeoutError,
+    Request,
+    Sample,
+)
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.engines.routers import LeastLoaded, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
@@ -532,8 +539,14 @@ def test_an_engine_with_batched_calls_that_answers_wrongly_serves_the_next_reque
 
 
 def test_load_has_sums_and_the_largest_share(make_pool) -> None:
-    shares = (0.25, 0.5)
-    engines = [ScriptedEngine(seeds(inf), max_concurrency=1, kv_usage=lambda s=s: s) for s in shares]
+    class Shared(ScriptedEngine):
+        share = 0.0
+
+        def load(self) -> EngineLoad:
+            return super().load()._replace(kv_usage=self.share)
+
+    engines = [Shared(seeds(inf), max_concurrency=1) for _ in range(2)]
+    engines[0].share, engines[1].share = 0.25, 0.5
     pool = make_pool(engines)
     for request in REQUESTS[:5]:
         pool.submit(request)

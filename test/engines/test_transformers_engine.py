@@ -130,16 +130,6 @@ def test_a_request_is_sampled_alike_in_any_batch(engine: TransformersEngine, bpe
     assert len({len(s.tokens) for s in together}) > 3
 
 
-def test_seeds_decide(engine: TransformersEngine) -> None:
-    draws = engine.generate([Request([7], limit=12, seed=seed) for seed in (1, 1, 2)])
-    assert draws[0] == draws[1]
-    assert draws[0].tokens != draws[2].tokens
-
-
-def test_no_requests_no_samples(engine: TransformersEngine) -> None:
-    assert engine.generate([]) == []
-
-
 def test_stop_strings_end_a_turn_and_are_kept(engine: TransformersEngine, bpe) -> None:
     free = engine.generate(requests())
     texts = tuple(bpe.decode(sample.tokens[4:6]) for sample in free[:3])
@@ -262,17 +252,6 @@ def test_after_any_number_of_updates_the_engine_is_the_source(
         assert engine.generate(requests()) == [
             sample._replace(versions=[version] * 12) for sample in TransformersEngine(source).generate(requests())
         ]
-
-
-def test_nothing_is_loaded_before_finish_if_staged(engine: TransformersEngine, sender: Sender, make_source) -> None:
-    before, samples = state(engine.model), engine.generate(requests())
-    *steps, finish = sender.steps(make_source(1), 1)
-    for step, info in steps:
-        engine.update_weights(step, info, timeout=1.0)
-        assert same(state(engine.model), before)
-    assert engine.generate(requests()) == samples
-    engine.update_weights(*finish, timeout=1.0)
-    assert not same(state(engine.model), before)
 
 
 def test_weights_are_cast_to_the_models_dtype(random_model, sender: Sender, make_source) -> None:
@@ -406,16 +385,6 @@ def test_a_failed_update_changes_nothing_or_fails_the_engine(
     sender.send(engine, source, 2, staged=staged)
     assert same(state(engine.model), state(source))
     assert (engine.version, engine.failed_version) == (2, None)
-
-
-def test_an_abort_forgets_what_was_staged(engine: TransformersEngine, sender: Sender, make_source) -> None:
-    before = state(engine.model)
-    for step, info in list(sender.steps(make_source(1), 1))[:-1]:
-        engine.update_weights(step, info, timeout=1.0)
-    assert engine.update_weights("abort", timeout=1.0) == [{"rank": 0}]
-    with pytest.raises(EngineError, match="no update to version 1 is open"):
-        engine.update_weights("finish", {"version": 1}, timeout=1.0)
-    assert same(state(engine.model), before)
 
 
 def test_a_late_step_leaves_a_newer_update_open(engine: TransformersEngine, sender: Sender, make_source) -> None:

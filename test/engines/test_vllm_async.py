@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from support.engines import GROUP
 from support.faults import Flipped, Interfering
@@ -95,30 +95,6 @@ def test_samples_are_of_the_model_whatever_else_runs(engine: AsyncVLLMEngine, mo
     engine.check_health()
 
 
-def test_log_probs_are_of_the_distribution_sampled(engine: AsyncVLLMEngine, models: list[PreTrainedModel], deviation):
-    distribution = SamplingDistribution(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1)
-    requests = [Request(p, 12, seed, distribution) for seed, p in enumerate(PROMPTS)]
-    assert deviation(models[0], requests, engine.generate(requests)) < EXACT
-
-
-def test_limits_and_stops(engine: AsyncVLLMEngine, tokenizer: PreTrainedTokenizerFast):
-    (free,) = engine.generate([Request(PROMPTS[1], 12, 3)])
-    stop = next(t for t in free.tokens[3:] if t not in free.tokens[:3])
-    end = free.tokens.index(stop) + 1
-    text = tokenizer.decode([stop])
-    by_limit, by_id, by_string = engine.generate(
-        [
-            Request(PROMPTS[1], 5, 3),
-            Request(PROMPTS[1], 12, 3, stop_ids=(stop,)),
-            Request(PROMPTS[1], 12, 3, stop_strings=(text,)),
-        ]
-    )
-    assert by_limit.finish == "length" and by_limit.tokens == free.tokens[:5]
-    assert by_id.finish == "stop" and by_id.tokens == free.tokens[:end] and len(by_id.log_probs) == end
-    assert by_string.finish == "stop" and text in tokenizer.decode(by_string.tokens)
-    assert by_string.tokens == free.tokens[: len(by_string.tokens)] and len(by_string.tokens) <= end
-
-
 @pytest.mark.parametrize(
     "request_, words",
     [
@@ -147,17 +123,6 @@ def test_abort_returns_what_there_is(engine: AsyncVLLMEngine, models: list[PreTr
     assert deviation(models[0], ENDLESS[:4], samples) < 10 * EXACT
     assert all(spans(s) == [(0, len(s.tokens))] for s in samples)
     assert deviation(models[1], REQUESTS, after) < EXACT and all(s.versions == [1] * 12 for s in after)
-
-
-def test_requests_wait_while_it_is_paused(engine: AsyncVLLMEngine):
-    engine.pause()
-    future = engine.submit(REQUESTS[0])
-    with pytest.raises(TimeoutError):
-        future.result(0.3)
-    engine.resume()
-    assert len(future.result(PATIENT).tokens) == 12
-    with pytest.raises(ValueError, match="in_flight='now'"):
-        engine.pause("now")
 
 
 def test_finish_ends_running_requests_first(engine: AsyncVLLMEngine, models: list[PreTrainedModel], running):

@@ -262,7 +262,6 @@ def test_a_server_that_lives_on_keeps_what_it_has(
         engine.generate(REQUESTS)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://"])
 def status_of(request: urllib.request.Request | str) -> int:
     try:
         with urllib.request.urlopen(request, timeout=PATIENT) as reply:

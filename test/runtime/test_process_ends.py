@@ -18,7 +18,7 @@ from support.processes import children, descendants, is_gone, wait_until_gone
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardFailure
-from torchrl_rloo.runtime import reaper
+from torchrl_rloo.runtime import processes
 from torchrl_rloo.runtime.processes import Guard, HelperProcess, reaped_command, short_environment
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
@@ -102,7 +102,7 @@ def run(executor: ProcessExecutor, text: str) -> list:
 @pytest.fixture
 def everything_ends() -> Iterator[None]:
     """Check that the test leaves no process: orphans stay below this one."""
-    reaper._prctl(reaper._PR_SET_CHILD_SUBREAPER, 1)
+    processes._prctl(processes._PR_SET_CHILD_SUBREAPER, 1)
     before = set(descendants(os.getpid()))
     yield
     try:
@@ -110,7 +110,7 @@ def everything_ends() -> Iterator[None]:
     finally:
         for pid in set(descendants(os.getpid())) - before:
             os.kill(pid, signal.SIGKILL)
-        reaper._prctl(reaper._PR_SET_CHILD_SUBREAPER, 0)
+        processes._prctl(processes._PR_SET_CHILD_SUBREAPER, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -199,7 +199,7 @@ def test_a_worker_keeps_no_zombies(tmp_path: Path, everything_ends: None):
 
     def zombies() -> int:
         family = set(descendants(os.getpid()))
-        stats = [reaper._stat(int(name)) for name in os.listdir("/proc") if name.isdigit()]
+        stats = [processes._stat(int(name)) for name in os.listdir("/proc") if name.isdigit()]
         return sum(s[0] == "Z" and int(s[1]) in family for s in stats if s)
 
     wait_until(lambda: zombies() == 0, what="the reaping of orphans")
@@ -381,7 +381,7 @@ def test_a_worker_raises_beyond_its_memory():
 def test_kill_tree_spares_outsiders_of_the_same_group():
     bystander, root = subprocess.Popen(["sleep", "1000"]), subprocess.Popen(["sh", "-c", "sleep 1000 & sleep 1000"])
     child = wait_until(lambda: len(descendants(root.pid)) == 2 and descendants(root.pid))
-    reaper.kill_tree(root.pid)
+    processes.kill_tree(root.pid)
     root.wait(PATIENCE)
     wait_until_gone(child)
     assert bystander.poll() is None

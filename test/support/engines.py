@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from support.checkpoints import save_checkpoint
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine
-from torchrl_rloo.engines.vllm_api import VLLMEngineBase
+from torchrl_rloo.engines.vllm_base import VLLMEngineBase
 from torchrl_rloo.weight_update import WeightPublisher
 
 CONTEXT = 16_384

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrl_rloo.weight_update import WeightTarget, WeightUpdater
-from torchrl_rloo.weight_update.target import TargetGroup
+from torchrl_rloo.weight_update.protocol import TargetGroup
 
 
 def push(updater: WeightUpdater, version: int) -> None:

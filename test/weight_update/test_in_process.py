@@ -147,15 +147,6 @@ def test_a_resumed_updater_continues_the_numbering_and_leaves_the_restored_sampl
         updater.resume_from(-1)
 
 
-def test_rows_carry_the_version_that_sampled_them(make_collector):
-    updater = FailingUpdater()
-    updater.fails = False
-    collector = make_collector(updater)
-    assert collector.collect()[keys.POLICY_VERSION].tolist() == [0, 0]
-    collector.update_policy_weights_()
-    assert collector.collect()[keys.POLICY_VERSION].tolist() == [1, 1]
-
-
 def test_a_collector_without_an_updater_says_so(make_collector):
     with pytest.raises(RuntimeError, match="weight_updater"):
         make_collector().update_policy_weights_()

@@ -27,7 +27,7 @@ from torchrl_rloo.weight_update import (
     WeightSyncError,
     WeightTarget,
 )
-from torchrl_rloo.weight_update.target import TargetGroup
+from torchrl_rloo.weight_update.protocol import TargetGroup
 from torchrl_rloo.weight_update.transport import Transport
 
 PATIENT = 60.0
@@ -101,51 +101,30 @@ def test_engines_sample_while_weights_are_staged_and_pause_only_to_load(make_eng
     assert publisher.last_push.still_seconds[0] < 0.1
 
 
-def test_publish_stages_and_commit_activates(make_engine):
-    engines = [make_engine(), make_engine()]
-    publisher = WeightPublisher(nn.Linear(100, 100), engines, **TWO_BUCKETS)
-    assert publisher.publish() == 1 and publisher.current_version == 0
-    assert [steps(engine) for engine in engines] == [FIRST, FIRST] and engines[0].version == 0
-    publisher.commit(1)
-    assert [steps(engine) for engine in engines] == [[("finish", True)]] * 2
-    assert publisher.current_version == 1 and [engine.version for engine in engines] == [1, 1]
-    for version in (1, 2):
-        with pytest.raises(ValueError, match=f"version={version} must be the one that waits for its commit"):
-            publisher.commit(version)
-    assert publisher.publish() == 2 and publisher.publish() == 3, "the second replaces the first"
-    publisher.commit(3)
-    assert [engine.version for engine in engines] == [3, 3]
-
-
 @pytest.mark.parametrize("name", ["direct", "shared_memory", "files"])
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "streamed"])
-def test_training_after_publish_does_not_change_what_is_committed_or_filled(name, staged, make_transport, tokenizer):
+def test_training_does_not_change_what_is_filled(name, staged, make_transport, tokenizer):
     trained = build_model(tokenizer, seed=1)
     engines = [TransformersEngine(build_model(tokenizer, seed=seed)) for seed in (2, 3)]
     group = Group(*engines)
     publisher = WeightPublisher(
         trained, group, transport=make_transport(name), bucket_bytes=100_000, staged=staged, timeout=PATIENT
     )
-    expected = build_model(tokenizer, seed=1).state_dict()
-    committed: dict[str, torch.Tensor] = {}
     for version in (1, 2, 3):
-        assert publisher.publish() == version
+        assert publisher.push_weights() == version
+        expected = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
         with torch.no_grad():
             for parameter in trained.parameters():
                 parameter.add_(1.0)
-        publisher.commit(version)
-        publisher.fill(engines[1])
-        for engine in engines:
-            assert engine.version == version and same(engine.model.state_dict(), expected)
-        committed, expected = expected, {name: tensor.clone() for name, tensor in trained.state_dict().items()}
-    # An engine that lost its weights gets the committed ones, while the other is left alone
+        assert all(engine.version == version and same(engine.model.state_dict(), expected) for engine in engines)
+    # An engine that lost its weights gets the last ones, while the other is left alone
     with torch.no_grad():
         engines[1].model.lm_head.weight.zero_()
     engines[1].version, engines[0].update_weights = 0, None
     group.filled.clear()
     group.fill(engines[1])
     assert engines[1].version == 3 and group.filled == [(1, 3)]
-    assert same(engines[1].model.state_dict(), committed)
+    assert same(engines[1].model.state_dict(), expected)
     publisher.close()
 
 
@@ -201,32 +180,6 @@ def test_a_member_that_fails_is_reported_and_the_others_go_on(step, make_engine)
     assert engines[1].version == 1 and group.filled[-1] == (1, 1) and len(engines[0].updates) == before
     group.out.clear()
     assert publisher.push_weights() == 2 and [engine.version for engine in engines] == [2, 2, 2]
-
-
-@pytest.mark.parametrize("name", ["shared_memory", "files"])
-def test_a_member_that_is_lost_in_a_transfer_breaks_no_other(name, make_transport, tokenizer):
-    trained, engines = build_model(tokenizer, 1), [TransformersEngine(build_model(tokenizer, s)) for s in (2, 3)]
-    group = Group(*engines)
-    publisher = WeightPublisher(trained, group, transport=make_transport(name), bucket_bytes=100_000, timeout=PATIENT)
-    publisher.push_weights()
-    update = engines[1].update_weights
-
-    def lose(step, info=None, *, timeout):
-        if step == "bucket" and info["bucket"] == 1:
-            engines[1]._disconnect()
-            raise EngineDeadError("gone")
-        return update(step, info, timeout=timeout)
-
-    engines[1].update_weights = lose
-    with torch.no_grad():
-        trained.lm_head.weight.add_(1.0)
-    assert publisher.push_weights() == 2 and [number for number, _ in group.failed] == [1]
-    assert (engines[0].version, engines[1].version) == (2, 1)
-    assert same(engines[0].model.state_dict(), trained.state_dict())
-    engines[1].update_weights = update
-    publisher.fill(engines[1])
-    assert engines[1].version == 2 and same(engines[1].model.state_dict(), trained.state_dict())
-    publisher.close()
 
 
 @pytest.mark.parametrize("step", ["bucket", "finish"])
@@ -485,8 +438,7 @@ def test_a_lora_adapter_is_staged_as_a_folder_and_fills_a_restarted_member(make_
     group.fill(engines[1])
     assert engines[1].version == 1 and not steps(engines[0])
     group.out.clear()
-    assert publisher.publish() == 2 and not steps(engines[0])
-    publisher.commit(2)
+    assert publisher.push_weights() == 2
     assert [engine.version for engine in engines] == [2, 2] and len(list(tmp_path.glob("*/*"))) == 1
     publisher.close()
     assert not list(tmp_path.iterdir())

@@ -359,23 +359,6 @@ def check_groups(rank: int, folder: Path) -> None:
     updater.close()
 
 
-def check_phases(rank: int, folder: Path) -> None:
-    """Publish and commit on both ranks, with a training step in between."""
-    whole, model = build_model(TOKENIZER, 1), sharded(build_model(TOKENIZER, 1))
-    published = copy.deepcopy(whole)
-    engines = [make_engine()] if rank == 0 else []
-    updater = WeightPublisher(model, engines, bucket_bytes=BUCKET, transport=SharedMemory())
-    version = updater.publish()
-    train(whole, model)
-    updater.commit(version)
-    assert updater.current_version == version == 1
-    for engine in engines:
-        assert_has(engine, published)
-    with pytest.raises(ValueError if rank == 0 else WeightSyncError, match="must be the one that waits"):
-        updater.commit(version)
-    updater.close()
-
-
 def check_copies(rank: int, folder: Path) -> None:
     """Fill the sampler's copy of rank 0, alone and before an engine."""
     whole, model = build_model(TOKENIZER, 1), sharded(build_model(TOKENIZER, 1))
@@ -458,7 +441,6 @@ CHECKS = (
     check_failures,
     check_other_machine,
     check_groups,
-    check_phases,
     check_copies,
     check_shard_model,
     check_replicas,

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf
 
 import pytest
 import torch
@@ -228,29 +227,9 @@ def test_no_engine_finishes_before_all_have_all_buckets(pair):
     assert "finish" not in one.steps() + other.steps()
 
 
-def test_an_engine_whose_load_failed_says_so(pair):
-    pair[1].fail_updates["finish"] = RuntimeError("out of luck")
-    updater = WeightPublisher(nn.Linear(2, 2), pair, timeout=PATIENT)
-    with fails_within(SOON, "at loading the new weights", "engine 1 (Fallible) has parts of version 1"):
-        updater.push_weights()
-    with pytest.raises(EngineError, match="version 1 failed"):
-        pair[1].generate([Request([1], limit=1, seed=0)])
-
-
 def hasty(engines) -> WeightPublisher:
     """Return a publisher with a short time-out, for which engines of this process need not be quick elsewhere."""
     return WeightPublisher(nn.Linear(2, 2), engines, transport=SharedMemory(), timeout=1)
-
-
-def test_a_step_that_hangs_is_an_error_in_time(pair):
-    pair[1].update_latency["bucket"] = inf
-    updater = hasty(pair)
-    with fails_within(SOON, "engine 1 (Fallible)", "bucket 0 (weight to bias)", "timeout=1"):
-        updater.push_weights()
-    pair[1].update_latency.clear()
-    updater.timeout = PATIENT
-    assert updater.push_weights() == 2
-    assert [engine.version for engine in pair] == [2, 2]
 
 
 def test_an_engine_that_heeds_no_time_out_hangs_nobody_and_disturbs_no_later_update():

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_rloo.runtime.lookup import import_object
-from torchrl_rloo.runtime.processes import HelperProcess, reaped_command, short_environment
-from torchrl_rloo.runtime.reaper import descendants
+from torchrl_rloo.runtime.processes import HelperProcess, descendants, reaped_command, short_environment
 from torchrl_rloo.runtime.threads import PackageThread
 
 ENGINES = ("podman", "docker")

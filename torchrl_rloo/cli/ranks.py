@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchrl_rloo.runtime import reaper
+from torchrl_rloo.runtime import processes
 from torchrl_rloo.runtime.ranks import EXIT_CODE, QUIET
 
 _GRACE_S = 5.0  # between the failure of a rank and the end of the others
@@ -32,8 +32,8 @@ def launch(command: Sequence[str], size: int) -> int:
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
-    # The reaper's file is run by path, so that the process is bound to this one before anything is imported
-    bound = ("-S", reaper.__file__, "exec", str(os.getpid()), sys.executable, *command)
+    # The file of helper processes is run by path, so that the process is bound to this one before anything is imported
+    bound = ("-S", processes.__file__, "exec", str(os.getpid()), sys.executable, *command)
     environments = {}
     for rank in range(size):
         variables = {"RANK": rank, "LOCAL_RANK": rank, **common, **(QUIET if rank else {})}

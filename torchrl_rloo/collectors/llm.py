@@ -31,8 +31,7 @@ from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
 from torchrl_rloo.data.segments import split_roles
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
-from torchrl_rloo.runtime.event_loop import EventLoop
-from torchrl_rloo.runtime.loop_call import LoopCall
+from torchrl_rloo.runtime.event_loop import EventLoop, LoopCall
 from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 from torchrl_rloo.weight_update import WeightUpdater
 

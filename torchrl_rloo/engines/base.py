@@ -1,25 +1,27 @@
-"""Protocol between policies and the engines that sample for them."""
+"""Protocol between policies and the engines that sample for them, and BatchedEngine, which adapts batched ones."""
 
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.functional.sampling import SamplingDistribution
-from torchrl_rloo.weight_update.target import (  # noqa: F401  for all engines, whose errors a publisher raises as well
+from torchrl_rloo.runtime.threads import PackageThread
+from torchrl_rloo.weight_update.protocol import (  # noqa: F401  for all engines, whose errors a publisher raises as well
     EngineDeadError,
     EngineError,
     EngineTimeoutError,
     InFlight,
-    Lifecycle,
     WeightStep,
     WeightTarget,
     check_in_flight,
@@ -27,6 +29,7 @@ from torchrl_rloo.weight_update.target import (  # noqa: F401  for all engines, 
 
 Finish = Literal["stop", "length", "abort"]
 MAX_ABORTS = 100  # times in a row that an engine may abort a turn; pauses abort it a few times
+_GATHER_S = 0.002  # time after the first request in which others join its batch
 _ROUNDING = 1e-3  # nats by which rounding may lift a log-prob above 0
 
 
@@ -99,6 +102,17 @@ def check_sample(sample: Any, request: Request, *, vocab_size: int, version: int
     raise EngineError(f"the engine answered with {wrong}")
 
 
+def is_dead(engine: Engine, timeout: float = 10.0) -> bool:
+    """Return whether an engine died or does not answer within ``timeout`` seconds, so that a restart may help."""
+    try:
+        engine.check_health(timeout)
+    except EngineDeadError:
+        return True
+    except EngineError:  # for example, a closed engine
+        return False
+    return False
+
+
 class EngineLoad(NamedTuple):
     """Work inside an engine.
 
@@ -140,12 +154,46 @@ class Sampler(ABC):
         """
 
 
-class Engine(Sampler, WeightTarget, Lifecycle):
-    """Base of engines, which sample turns and receive weight updates.
+class Engine(Sampler, WeightTarget):
+    """Base of engines, which sample turns, receive weight updates, sleep, die and restart.
 
     An engine is a context manager, which closes it on exit. After ``pause``, requests wait until ``resume``. After
     ``sleep``, they are refused until ``wake``.
+
+    Attributes:
+        is_near: False if requests of this process leave its machine.
     """
+
+    closed: bool = False
+    asleep: bool = False
+    is_near: bool = True
+
+    @abstractmethod
+    def check_health(self, timeout: float = 10.0) -> None:
+        """Call the engine and wait ``timeout`` seconds for its answer.
+
+        Raise EngineDeadError if it is dead, or does not answer in time; its cause is then an EngineTimeoutError. Raise
+        EngineError if it is closed.
+        """
+
+    def restart(self) -> None:
+        """Kill what remains of the engine and start it from its checkpoint, with ``version`` 0."""
+        raise EngineError(f"{type(self).__name__} cannot be restarted")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine and release its resources. It may be called again."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Release as much of the engine's device memory as possible, for training on the same device.
+
+        A sleeping engine may refuse weights. Wake it before an update.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
 
     def _refusal(self, ready: bool) -> EngineError | None:
         """Return the error that every call raises now, or every request if ``ready``; None if there is none."""
@@ -229,6 +277,123 @@ class AsyncEngine(Engine):
             f"{type(self).__name__} did not finish a request in request_timeout={self.request_timeout} s of sampling; "
             "raise it or lower max_new_tokens"
         )
+
+
+class BatchedEngine(AsyncEngine):
+    """Engine that passes waiting requests to another engine's ``generate``, one batch at a time, on one thread.
+
+    If a batch fails, its requests are repeated one by one, so that only the refused ones fail. A running batch cannot
+    be cancelled. The deadline of a request is that of the engine's ``generate``. The engine keeps all of its state.
+    """
+
+    counts_running_tokens = False
+
+    def __init__(self, engine: Engine):
+        super().__init__(getattr(engine, "request_timeout", 600.0))
+        self.sampler = engine
+        self._requests: SimpleQueue[tuple[Request, Future[Sample]] | None] = SimpleQueue()
+        self._counts = {"running": 0, "tokens": 0}
+        self._finalizer = weakref.finalize(self, self._requests.put, None)
+        PackageThread(
+            _serve_batches, engine, self._requests, self._counts, name="batched-engine", stop=self._finalizer
+        ).start()
+
+    version = property(lambda self: self.sampler.version)
+    failed_version = property(lambda self: self.sampler.failed_version)
+    start_count = property(lambda self: self.sampler.start_count)
+    in_process = property(lambda self: self.sampler.in_process)
+    closed = property(lambda self: self.sampler.closed)
+    asleep = property(lambda self: self.sampler.asleep)
+    context_length = property(lambda self: self.sampler.context_length)
+    vocab_size = property(lambda self: self.sampler.vocab_size)
+    stop_ids = property(lambda self: self.sampler.stop_ids)
+
+    def submit(self, request: Request) -> Future[Sample]:
+        self._check_entry()
+        future: Future[Sample] = Future()
+        self._requests.put((request, future))
+        return future
+
+    def load(self) -> EngineLoad:
+        """Return the work inside; running requests count their tokens once they have finished."""
+        return EngineLoad(self._counts["running"], self._requests.qsize(), tokens=self._counts["tokens"])
+
+    def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
+        return self.sampler.update_weights(step, info, timeout=timeout)
+
+    def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
+        self.sampler.pause(in_flight, timeout=timeout)
+        self.paused = True
+
+    def resume(self) -> None:
+        self.sampler.resume()
+        self.paused = False
+
+    def check_health(self, timeout: float = 10.0) -> None:
+        self.sampler.check_health(timeout)
+
+    def restart(self) -> None:
+        self.sampler.restart()
+
+    def close(self) -> None:
+        self.sampler.close()
+        self._finalizer()
+
+    def sleep(self) -> None:
+        self.sampler.sleep()
+
+    def wake(self) -> None:
+        self.sampler.wake()
+
+
+def _serve_batches(engine: Engine, requests: SimpleQueue, counts: dict[str, int]) -> None:
+    """Sample batches until the queue has None, and fail the requests behind it."""
+    ended = False
+    while not ended and (entry := requests.get()) is not None:
+        # Gather the requests that arrived during the last batch or just after the first
+        time.sleep(_GATHER_S)
+        batch = [entry]
+        while True:
+            try:
+                entry = requests.get_nowait()
+            except Empty:
+                break
+            if entry is None:
+                ended = True
+                break
+            batch.append(entry)
+        batch = [(request, future) for request, future in batch if future.set_running_or_notify_cancel()]
+        # Sample them, and deliver the results
+        counts["running"] = len(batch)
+        outcomes = _sample_batch(engine, [request for request, _ in batch], counts)
+        counts["running"] = 0
+        for (_, future), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+        del batch, entry, outcomes  # otherwise they live until the next request
+    while not requests.empty():
+        if (entry := requests.get()) is not None and entry[1].set_running_or_notify_cancel():
+            entry[1].set_exception(EngineError(f"this {type(engine).__name__} is closed"))
+
+
+def _sample_batch(engine: Engine, requests: Sequence[Request], counts: dict[str, int]) -> list[Sample | Exception]:
+    """Return a sample or an error per request, and count the tokens."""
+    if not requests:
+        return []
+    try:
+        samples = engine.generate(requests)
+        if len(samples) != len(requests):
+            raise EngineError(f"the engine answered {len(samples)} of {len(requests)} requests; answer each once")
+        counts["tokens"] += sum(len(sample.tokens) for sample in samples)
+        return samples
+    except EngineDeadError as error:
+        return [error] * len(requests)
+    except Exception as error:
+        if len(requests) == 1:
+            return [error]
+        return [_sample_batch(engine, [request], counts)[0] for request in requests]
 
 
 class EngineHandle(Protocol):

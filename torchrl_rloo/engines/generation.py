@@ -24,17 +24,9 @@ _MIN_KEPT = 0.75  # share of the lines above which dropping the others costs mor
 class GenerationConfig:
     """Sampling distribution and stop conditions of a turn.
 
-    Args:
-        max_new_tokens: maximum number of tokens in one turn.
-        distribution: distribution to draw tokens from.
-        stop_token_ids: ids that end a turn, in addition to the end-of-sequence ids of the tokenizer and the model. The
-            stop token was sampled, so it is an action token.
-        stop_strings: texts that end a turn once the decoded turn contains one. The ids that spell it are kept.
-        seed: seed of the policy's random stream; None draws from torch's global generator.
-        ignore_eos: whether to continue after the end-of-sequence ids of the tokenizer and the model.
-
-    Raises:
-        ValueError: if ``max_new_tokens`` is below 1, or if a stop string is empty.
+    ``seed`` is that of the policy's random stream; None draws from torch's global generator. ``stop_token_ids`` end a
+    turn like the end-of-sequence ids of tokenizer and model, which ``ignore_eos`` ignores. The stop token, and the ids
+    that spell a stop string, were sampled, so they are action tokens.
     """
 
     max_new_tokens: int = 128
@@ -125,26 +117,11 @@ def generate(
     head: Head | None = None,
     record_support: bool = False,
 ) -> list[Generated]:
-    """Sample one turn after each prompt. Equal prompts are read once.
+    """Sample one turn after each of ``B`` prompts ``[P_i]``, and return them on the CPU. Equal prompts are read once.
 
-    Args:
-        model: causal language model in evaluation mode.
-        prompts: ``B`` tensors of ids ``[P_i]``, each of length at least 1.
-        distribution: distribution to draw tokens from.
-        uniforms: ``[B, L]`` random numbers in ``[0, 1)``, one for each token that may be sampled.
-        limits: ``[B]`` int64, maximum number of tokens of each row, at most ``L``.
-        stop_ids: ids that end a turn.
-        stop_strings: texts that end a turn once the decoded turn contains one.
-        tokenizer: tokenizer that decodes turns for stop strings; required only with them.
-        head: head of the model. Logits are then the scorer's, in float32 even for narrower weights. None uses the
-            model's logits.
-        record_support: whether to return the ids that the truncation left at each token; not for temperature 0.
-
-    Returns:
-        One :class:`Generated` per row, on the CPU.
-
-    Raises:
-        NotImplementedError: if a probe of the model on its first use finds that cached decoding is not exact.
+    ``uniforms`` ``[B, L]`` has a random number for each token that may be sampled; ``limits`` ``[B]`` bounds the rows.
+    With a ``head``, logits are the scorer's, in float32 even for narrower weights. ``record_support`` also returns the
+    ids that the truncation left at each token. A model that a probe finds inexact raises ``NotImplementedError``.
     """
     from torchrl_rloo.engines.exactness import pads_prompts  # imports torchrl, which takes 2 s
 

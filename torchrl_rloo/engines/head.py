@@ -188,9 +188,7 @@ def predicting_states(
     Rows ``[B, T]`` are padded on the right and attention is causal, so no real token attends to padding and no mask is
     needed. ``positions`` ``[B, T]`` is True for the ``N`` tokens to predict; never for the first of a row.
 
-    Returns:
-        Hidden states ``[N, H]`` in row order, or the model's logits ``[N, V]`` without a head, and the whole output of
-        the decoder or the model.
+    It returns states ``[N, H]`` in row order, or logits ``[N, V]`` without a head, and the whole output of the pass.
     """
     if head is None:
         out = model(input_ids=tokens, use_cache=False, **kwargs)

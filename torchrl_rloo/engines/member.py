@@ -11,8 +11,16 @@ from threading import Thread
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
-from torchrl_rloo.engines.base import AsyncEngine, Engine, EngineError, EngineHandle, Request, Sample, SharedEngine
-from torchrl_rloo.engines.batched import BatchedEngine
+from torchrl_rloo.engines.base import (
+    AsyncEngine,
+    BatchedEngine,
+    Engine,
+    EngineError,
+    EngineHandle,
+    Request,
+    Sample,
+    SharedEngine,
+)
 from torchrl_rloo.engines.occupancy import Occupancy, Reading
 
 _FOLLOW_S = 1.0  # time for other processes to learn that a member leaves
@@ -63,11 +71,6 @@ class Member:
       after a failed push. A second call without an answer makes it dead.
     - ``"dead"``: it died or hangs. The supervisor restarts it, unless its budget of restarts is spent.
     - ``"closed"``: it was closed, for good.
-
-    Args:
-        engine: engine of any kind. One that is no :class:`AsyncEngine` gets a thread that batches its requests.
-        number: number in the pool, which no later member gets again.
-        state: first state.
 
     Attributes:
         engine: engine that takes the requests.

@@ -30,18 +30,7 @@ class Reading(NamedTuple):
 
 
 class Occupancy:
-    """Number that changes now and then, and its integrals over time. It may be changed on any thread.
-
-    Example:
-        >>> time = [0.0]
-        >>> inside = Occupancy(lambda: time[0])
-        >>> inside.add(2)
-        >>> time[0] = 3.0
-        >>> inside.add(-2)
-        >>> time[0] = 4.0
-        >>> inside.read()
-        Reading(seconds=4.0, busy=3.0, total=6.0)
-    """
+    """Number that changes now and then, and its integrals over time. It may be changed on any thread."""
 
     def __init__(self, clock: Callable[[], float] = now):
         self._clock, self._lock = clock, Lock()

@@ -26,12 +26,13 @@ from torchrl_rloo.engines.base import (
     Sample,
     WeightStep,
     check_in_flight,
+    is_dead,
 )
 from torchrl_rloo.engines.member import Member, MemberReport, MemberState, MemberStatus, PoolEvent, Ticket, call_each
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.engines.routers import LeastLoaded, Router
 from torchrl_rloo.engines.supervisor import Supervisor
-from torchrl_rloo.weight_update.target import TargetGroup, WeightTarget, is_dead
+from torchrl_rloo.weight_update.protocol import TargetGroup, WeightTarget
 
 _LOGGER = logging.getLogger(__name__)
 _SHARE_S = 1.0  # time for which waiting requests wait for further members after one is ready
@@ -47,12 +48,11 @@ class EnginePool(AsyncEngine, TargetGroup):
     attached publisher, a member is ready only once it was filled with weights. :class:`Member` lists the states.
 
     A pool of engines in other processes can be pickled. It then follows the driver's pool, which updates, pauses,
-    restarts and fills the members: it only samples. Both exchange messages regularly. :meth:`follow` takes the states
-    of the driver's members, and :meth:`reports` returns those that died here.
+    restarts and fills the members: it only samples, and reports members that died here.
 
     Args:
         engines: engines of one model. One that is no :class:`AsyncEngine` gets a thread that batches its requests.
-            Results of the driver's :meth:`member_states` make a pool that follows.
+            States of the driver's members make a pool that follows.
         router: strategy that chooses a member; None takes :class:`~torchrl_rloo.engines.routers.LeastLoaded`.
         supervisor: watcher of the members; None takes one with the defaults of its class.
         patience: seconds that a request may wait for a ready member.
@@ -62,7 +62,7 @@ class EnginePool(AsyncEngine, TargetGroup):
         members: current members, in the order of their numbers.
         follows: whether another process supervises the members.
         counts: numbers of events, such as ``pool/deaths``, ``pool/restarts`` and ``pool/resubmitted``.
-        events: the last changes of states, as :class:`~torchrl_rloo.engines.member.PoolEvent`.
+        events: the last changes of states.
 
     Raises:
         ValueError: if there are no engines, one appears twice, or an argument is out of range.
@@ -95,7 +95,7 @@ class EnginePool(AsyncEngine, TargetGroup):
             raise ValueError(f"max_attempts={max_attempts} must be at least 1")
         self.follows = isinstance(engines[0], MemberStatus)
         if self.follows:
-            self.members = tuple(Member(status.handle.connect(), status.number, "starting") for status in engines)
+            self.members = tuple(map(_start_following, engines))
         else:
             self.members = tuple(Member(engine, number) for number, engine in enumerate(engines))
         super().__init__(max(member.engine.request_timeout for member in self.members))
@@ -105,7 +105,7 @@ class EnginePool(AsyncEngine, TargetGroup):
         self.counts: Counter[str] = Counter()
         self.events: deque[PoolEvent] = deque(maxlen=1000)
         self.lock = RLock()  # reentrant, since the garbage collector may end futures while it is held
-        self._ready = tuple(member for member in self.members if member.state == "ready")
+        self._ready = tuple(self._in_state("ready"))
         self.fill: Callable[[WeightTarget], None] | None = None
         self._next_number = len(self.members)
         # A request is at one place at a time: inside one member, or in this queue. Its future resolves once
@@ -120,15 +120,14 @@ class EnginePool(AsyncEngine, TargetGroup):
 
     @property
     def version(self) -> int:
-        """Highest version of a ready member, or the last such version while no member is ready."""
+        """Highest version of a ready member, or the last one while none is ready."""
         self._version = max((member.version for member in self._ready), default=self._version)
         return self._version
 
     @property
     def context_length(self) -> int | None:
         """Smallest context length that a member reports."""
-        lengths = [member.target.context_length for member in self.members]
-        return min((length for length in lengths if length is not None), default=None)
+        return min(filter(None, (member.target.context_length for member in self.members)), default=None)
 
     def load(self) -> EngineLoad:
         """Return the sums over living members, with requests that wait in the pool, and the largest ``kv_usage``."""
@@ -218,7 +217,7 @@ class EnginePool(AsyncEngine, TargetGroup):
         self._check()
 
     def _in_state(self, *states: MemberState) -> list[Member]:
-        return [member for member in self.members if member.state in states]
+        return [m for m in self.members if m.state in states]
 
     def _call_living(self, call: Callable[[AsyncEngine], Any]) -> list[Exception]:
         """Call all living members at the same time, and return the errors of those that still live.
@@ -289,12 +288,9 @@ class EnginePool(AsyncEngine, TargetGroup):
         """Take the states of the driver's members, some of which may have joined, left, or been restarted."""
         # Add new members, and drop those that left
         with self.lock:
-            known = {member.number: member for member in self.members}
-            for status in states:
-                if status.number not in known:
-                    known[status.number] = Member(status.handle.connect(), status.number, "starting")
-            numbers = {status.number for status in states}
-            left = [known.pop(number) for number in list(known) if number not in numbers]
+            before = {member.number: member for member in self.members}
+            known = {status.number: before.pop(status.number, None) or _start_following(status) for status in states}
+            left = list(before.values())
             self.members = tuple(known[number] for number in sorted(known))
         for member in left:
             self.lose(member, EngineError(f"{member.name} left the pool"), "closed")
@@ -368,9 +364,9 @@ class EnginePool(AsyncEngine, TargetGroup):
 
     def _noticed_restart(self, member: Member) -> bool:
         """Return whether a caller restarted an engine, which lost its weights. Call it with the lock."""
-        if member.target.start_count == member.start_count:
+        if (starts := member.target.start_count) == member.start_count:
             return False
-        member.start_count = member.target.start_count
+        member.start_count = starts
         if self.fill is not None:
             member.filled, member.needs_fill = False, True
             self.change(member, "empty", EngineError("a caller restarted the engine"))
@@ -392,7 +388,7 @@ class EnginePool(AsyncEngine, TargetGroup):
             member.changes += 1
             if state == "ready" or cause is not None:
                 member.cause = cause
-            self._ready = tuple(member for member in self.members if member.state == "ready")
+            self._ready = tuple(self._in_state("ready"))
         return True
 
     def suspect(self, member: Member, error: BaseException, *, lacks_weights: bool = False) -> None:
@@ -598,3 +594,7 @@ class EnginePool(AsyncEngine, TargetGroup):
             self._logged_at = now
             _LOGGER.warning("%d requests wait for a ready member, for up to %.0f s: %s", n, waited, self._states())
         return min(_LOG_PERIOD_S, self.patience - waited)
+
+
+def _start_following(status: MemberStatus) -> Member:
+    return Member(status.handle.connect(), status.number, "starting")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,13 +18,7 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, request: Request, ready: Sequence[Member], members: Sequence[Member]) -> Member:
-        """Return one of the ready members.
-
-        Args:
-            request: request to sample.
-            ready: members that can take it, at least one, in the order of their numbers.
-            members: all members of the pool.
-        """
+        """Return one of the ``ready`` members; both lists have the order of their numbers."""
 
 
 class LeastLoaded(Router):
@@ -67,9 +59,7 @@ class Sticky(Router):
 
 
 class NearestFirst(Router):
-    """Router that prefers members on the caller's Ray node, whose requests and answers stay in its memory.
-
-    An engine that is in no Ray actor counts as near.
+    """Router that prefers members with ``is_near``: on the caller's machine, whose memory requests and answers stay in.
 
     Args:
         inner: router that chooses among the near members, and among all if its choice is overloaded.
@@ -86,8 +76,7 @@ class NearestFirst(Router):
         self.inner, self.overload = inner or LeastLoaded(), overload
 
     def choose(self, request: Request, ready: Sequence[Member], members: Sequence[Member]) -> Member:
-        here = _own_node()
-        near = [member for member in ready if getattr(member.target, "node_id", None) in (None, here)]
+        near = [member for member in ready if member.target.is_near]
         if near:
             chosen = self.inner.choose(request, near, members)
             if len(near) == len(ready) or not _is_overloaded(chosen, request, ready, self.overload):
@@ -100,19 +89,6 @@ def _is_overloaded(member: Member, request: Request, ready: Sequence[Member], ov
     mean = sum(map(_outstanding, ready)) / len(ready)
     cost = len(request.prompt) + request.limit
     return member.outstanding + cost > overload * (mean + cost)
-
-
-def _own_node() -> str | None:
-    """Return Ray's id of this process's node; None if Ray is not initialized."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return None
-    return _node_of(os.getpid())
-
-
-@lru_cache(maxsize=1)
-def _node_of(pid: int) -> str:
-    return sys.modules["ray"].get_runtime_context().get_node_id()
 
 
 @lru_cache(maxsize=1 << 16)

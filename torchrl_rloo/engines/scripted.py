@@ -100,7 +100,7 @@ class ScriptedEngine(AsyncEngine):
 
     A turn without latency is complete when :meth:`submit` returns, so such a script is deterministic. A script with
     latencies is deterministic if the test advances the clock and calls :meth:`tick`. Turns begin and end at the
-    scripted times, even if the thread wakes up late, so ``busy_seconds`` is that of an ideal engine.
+    scripted times, even if the thread wakes up late, so ``request_seconds`` is that of an ideal engine.
 
     Args:
         script: function that returns (or raises) the turn for a request and its index, or a list of turns in order.
@@ -109,13 +109,11 @@ class ScriptedEngine(AsyncEngine):
         request_timeout: seconds of the engine's clock that a request may take; time in a pause does not count.
         update_latency: seconds of the engine's clock by step of an update; infinity hangs until the time-out.
         fail_updates: error that a step raises every time, or a list of errors and None, one per occurrence.
-        kv_usage: function that returns the ``kv_usage`` of :meth:`load`; None reports 0.
 
     Attributes:
         requests: all submitted requests.
         updates: all steps of updates, as :class:`UpdateRecord`.
-        busy_seconds: time up to the last event or :meth:`tick` in which requests were running and not frozen.
-        request_seconds: integral of the number of running requests; divided by ``busy_seconds``, the mean batch size.
+        request_seconds: integral of the number of running requests up to the last event or :meth:`tick`.
 
     Example:
         >>> engine = ScriptedEngine(lambda request, index: ScriptedTurn(tokens=[7, index]))
@@ -135,7 +133,6 @@ class ScriptedEngine(AsyncEngine):
         request_timeout: float = 600.0,
         update_latency: Mapping[Step, float] | None = None,
         fail_updates: Mapping[Step, Exception | list[Exception | None]] | None = None,
-        kv_usage: Callable[[], float] | None = None,
     ):
         super().__init__(request_timeout)
         if max_concurrency is not None and max_concurrency < 1:
@@ -146,7 +143,7 @@ class ScriptedEngine(AsyncEngine):
         self.updates: list[UpdateRecord] = []
         self._connection: dict[str, Any] | None = None
         self._update: OpenUpdate | None = None
-        self._dead, self._frozen_at, self._hung, self._kv_usage = None, None, False, kv_usage
+        self._dead, self._frozen_at, self._hung = None, None, False
         self._sampling_clock, self._tokens = SamplingClock(clock), 0
         self._waiting: deque[_Run] = deque()
         self._running: dict[int, _Run] = {}
@@ -155,7 +152,7 @@ class ScriptedEngine(AsyncEngine):
         self._wakes_at = inf  # time of the clock at which the thread wakes up
         self._results: list[tuple[Future[Sample], Sample | Exception]] = []  # results of the call that holds the lock
         self._delivering = local()
-        self.busy_seconds, self.request_seconds, self._counted_to = 0.0, 0.0, clock()
+        self.request_seconds, self._counted_to = 0.0, clock()
         lock = RLock()
         self._wake, self._waiters = Condition(lock), Condition(lock)  # of the thread; of pause and update_weights
         Thread(target=self._run, name="scripted-engine", daemon=True).start()
@@ -273,9 +270,8 @@ class ScriptedEngine(AsyncEngine):
 
     def _count(self, now: float) -> None:
         """Add the time since the last change of the running requests. Call it before each change."""
-        running = len(self._running) if self._frozen_at is None else 0
-        self.busy_seconds += (now - self._counted_to) * (running > 0)
-        self.request_seconds += (now - self._counted_to) * running
+        if self._frozen_at is None:
+            self.request_seconds += (now - self._counted_to) * len(self._running)
         self._counted_to = now
 
     def _deliver(self, results: list[tuple[Future[Sample], Sample | Exception]]) -> None:
@@ -475,7 +471,7 @@ class ScriptedEngine(AsyncEngine):
             self._receive(now)
             waiting = len(self._deadlines) - len(self._running)
             tokens = self._tokens + sum(len(run.versions) for run in self._running.values())
-            return EngineLoad(len(self._running), waiting, self._kv_usage() if self._kv_usage else 0.0, 0, tokens)
+            return EngineLoad(len(self._running), waiting, 0.0, 0, tokens)
 
     def close(self) -> None:
         with self._now():
@@ -499,13 +495,6 @@ class ScriptedModelEngine(TransformersEngine):
 
     ``turns`` has the turns by the ids of a prompt, of which a request's seed chooses one. Other prompts, such as those
     of later turns, get one of ``default``.
-
-    Example:
-        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
-        >>> model = build_model(build_tokenizer(), seed=0).eval()
-        >>> engine = ScriptedModelEngine(model, turns={(5, 6): [[7, 8], [9]]}, default=[[1]])
-        >>> [sample.tokens for sample in engine.generate([Request(ids, 4, seed=0) for ids in ([5, 6], [5])])]
-        [[7, 8], [1]]
     """
 
     def __init__(

@@ -1,11 +1,10 @@
-"""Settings, requests and outputs of vLLM, and the base of its engines."""
+"""Settings, requests and outputs of vLLM."""
 
 from __future__ import annotations
 
 import logging
 import os
 import random
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -15,14 +14,11 @@ import numpy as np
 import torch
 
 from torchrl_rloo.engines.base import (
-    Engine,
     EngineDeadError,
     EngineError,
-    EngineTimeoutError,
     InFlight,
     Request,
     Sample,
-    WeightStep,
 )
 
 WORKER = "torchrl_rloo.engines.vllm_worker.WeightWorker"
@@ -243,93 +239,3 @@ def _sample(
         )
     versions = [int(name) for name, start, end in spans for _ in range(start, end)]
     return Sample(tokens, log_probs, _FINISH.get(finish, finish), versions)
-
-
-class VLLMEngineBase(Engine):
-    """Base of vLLM engines, which sends the steps of weight updates to their workers.
-
-    A subclass implements the abstract methods. The engine's ``version`` changes once all workers report it.
-    """
-
-    _staged = True
-    _adapter_failed = False  # True if failed_version is of an adapter only, so that the weights are intact
-    _adapter: Any = None  # what requests pass as the adapter; None samples with the weights only
-    _replaces_adapter = True  # False if requests that were started with an adapter keep it after a newer one
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """Number of workers of the engine. Each takes part in an update."""
-
-    @abstractmethod
-    def _rpc(self, method: str, *args: Any, timeout: float) -> list:
-        """Call a method of every worker and return the results."""
-
-    @abstractmethod
-    def _stamp(self, version: int, timeout: float) -> None:
-        """Name the current weights in further outputs, and drop everything cached of other weights."""
-
-    @abstractmethod
-    def _load_adapter(self, path: str, version: int, timeout: float) -> None:
-        """Load a LoRA adapter and sample with it from now on."""
-
-    def _abort_frozen(self, timeout: float) -> None:  # noqa: B027
-        """End requests that a pause froze, which would continue with another adapter than they were started with."""
-
-    def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """Do one step of a weight update, as :meth:`WeightTarget.update_weights` describes."""
-        info = dict(info or {})
-        # Writing to released GPU memory would end the process
-        if self.asleep and step != "abort":
-            raise self._refusal(ready=True)
-        if step == "connect":
-            self._staged = info["staged"]
-            return self._rpc("init_weight_transfer_engine", info, timeout=timeout)
-        if step == "start":
-            if not self._staged:
-                self.failed_version, self._adapter_failed = info["version"], False
-            return self._rpc("announce_weight_update", info["version"], info.get("verify", True), timeout=timeout)
-        if step == "bucket":
-            return self._rpc("update_weights", info, timeout=timeout)
-        if step == "abort":
-            return self._rpc("abort_weight_update", timeout=timeout)
-        if step == "adapter":
-            self._take_adapter(info, timeout)
-            return [{"version": self.version, "checksums": [info["checksum"]]}]
-        # Finish: the weights count as failed until every worker has reported the version
-        if self._adapter is not None:
-            self._abort_frozen(timeout)  # reloading the weights drops all adapters
-        self.failed_version, self._adapter_failed = info["version"], False
-        self._rpc("finish_weight_update", timeout=timeout)
-        reports = self._rpc("weight_report", timeout=timeout)
-        if wrong := [report for report in reports if report["version"] != info["version"]]:
-            raise EngineError(f"a worker was sent version {wrong[0]['version']}, but finish is of {info['version']}")
-        self._adapter = None
-        self._stamp(info["version"], timeout)
-        self.version, self.failed_version = info["version"], None
-        return reports
-
-    def _take_adapter(self, info: Mapping[str, Any], timeout: float) -> None:
-        # An adapter does not repair weights whose update failed
-        if self.failed_version is not None and not self._adapter_failed:
-            raise self._refusal(ready=True)
-        self._rpc("check_adapter", info["path"], info["checksum"], timeout=timeout)
-        if self._adapter is None or not self._replaces_adapter:
-            self._abort_frozen(timeout)
-        # A failed load keeps the old adapter, but a late one may still replace it
-        previous_failure = self.failed_version
-        self.failed_version, self._adapter_failed = info["version"], True
-        try:
-            self._load_adapter(info["path"], info["version"], timeout)
-        except EngineError as error:
-            if not isinstance(error, EngineTimeoutError):
-                self.failed_version = previous_failure
-            raise
-        self._stamp(info["version"], timeout)
-        self.version, self.failed_version = info["version"], None
-
-    def _reset_to_checkpoint(self) -> None:
-        """Count a restart and reset everything sent before it."""
-        self.start_count += 1
-        self.version, self.failed_version, self._adapter, self._staged = 0, None, None, True
-        self.asleep = False

@@ -30,9 +30,8 @@ from torchrl_rloo.engines.vllm_api import (
     sampling_arguments,
     vllm_environment,
 )
-from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
-from torchrl_rloo.runtime.processes import Guard
-from torchrl_rloo.runtime.reaper import kill_tree
+from torchrl_rloo.engines.vllm_base import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
+from torchrl_rloo.runtime.processes import Guard, kill_tree
 
 T = TypeVar("T")
 

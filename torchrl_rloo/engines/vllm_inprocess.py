@@ -22,7 +22,6 @@ from torchrl_rloo.engines.base import (
     check_in_flight,
 )
 from torchrl_rloo.engines.vllm_api import (
-    VLLMEngineBase,
     adapter_request,
     engine_arguments,
     model_stop_ids,
@@ -32,6 +31,7 @@ from torchrl_rloo.engines.vllm_api import (
     sampling_arguments,
     vllm_environment,
 )
+from torchrl_rloo.engines.vllm_base import VLLMEngineBase
 
 RESUME_TIMEOUT_S = 600.0  # seconds that generate waits for resume()
 

@@ -27,7 +27,7 @@ from torchrl_rloo.engines.vllm_api import (
     sample_from_reply,
     sampling_arguments,
 )
-from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
+from torchrl_rloo.engines.vllm_base import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
 from torchrl_rloo.runtime.http import ENCODINGS, Redactor, ReplyError, decode, plain_json, read_body
 
 _POLL_PERIOD_S = 0.5  # time between two attempts to reach a server that is starting
@@ -50,10 +50,6 @@ def server_command(
     and replies are not encrypted, so bind the server to the loopback interface or to a private network. Further
     arguments are those of vLLM's engine. ``max_model_len=4096`` becomes ``--max-model-len 4096``, True and False become
     ``--flag`` and ``--no-flag``, and dicts and lists become JSON.
-
-    Example:
-        >>> server_command("my-model", dtype="float32", max_model_len=4096)[1:5]
-        ['-m', 'vllm.entrypoints.openai.api_server', '--model', 'my-model']
     """
     if "api_key" in arguments:
         raise ValueError(f"api_key cannot be on a command line, which all users can read; set {KEY} instead")

@@ -26,7 +26,7 @@ from torchrl_rloo.ray.runner import RemoteRunner
 from torchrl_rloo.ray.session import note_connected
 from torchrl_rloo.ray.source import MAX_REPLACEMENTS, LostRowsError, RowReferences
 from torchrl_rloo.ray.worker import counting_parts
-from torchrl_rloo.runtime.loop_call import LoopCall
+from torchrl_rloo.runtime.event_loop import LoopCall
 from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 Policy = Callable[[TensorDictBase], TensorDictBase]

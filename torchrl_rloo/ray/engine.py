@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torchrl_rloo.engines.base import Engine, EngineDeadError, EngineError, EngineTimeoutError, InFlight, WeightStep
-from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED
+from torchrl_rloo.engines.vllm_base import CLOSED, NOT_RESTARTED
 from torchrl_rloo.ray.engine_actor import CallResult, EngineActor, EngineFacts
 from torchrl_rloo.ray.engine_client import EngineHandle, RayEngineClient
 from torchrl_rloo.ray.session import require_ray
@@ -38,9 +38,6 @@ class RayEngine(RayEngineClient):
         num_cpus: CPUs that the actor reserves.
         num_gpus: GPUs that the actor reserves, all on one node.
         resources: further resources of the actor, by name.
-        bundles: resources of a placement group, for an engine that starts actors by itself, as vLLM does with
-            ``distributed_executor_backend="ray"`` to span nodes. The actor is in the first bundle; None makes no group.
-        strategy: strategy of the placement group.
         variables: environment variables of the actor's process, which are set before it imports torch.
         name: name in messages and in the prefix of log lines; None numbers the engines.
         request_timeout: seconds of sampling that a request may take; time in a pause does not count.
@@ -69,8 +66,6 @@ class RayEngine(RayEngineClient):
         num_cpus: float = 1,
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
-        bundles: Sequence[Mapping[str, float]] | None = None,
-        strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK",
         variables: Mapping[str, str] | None = None,
         name: str | None = None,
         request_timeout: float = 600.0,
@@ -82,17 +77,20 @@ class RayEngine(RayEngineClient):
             raise ValueError(f"start_timeout={start_timeout} must be above 0 seconds")
         self.name = name or f"RayEngine {next(_NUMBERS)}"
         self.start_timeout = start_timeout
-        self._make_engine = make_engine
-        self._place = Placement(num_cpus, num_gpus, resources, bundles, strategy, variables)
-        self._place.check(getattr(make_engine, "keywords", {}))
+        self._make_engine, self._arguments = make_engine, getattr(make_engine, "keywords", {})
+        _check_resources(num_cpus, num_gpus, self._arguments)
+        self._options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
+        if variables:
+            self._options["runtime_env"] = {"env_vars": dict(variables)}
         self._closing = Lock()  # held to close the engine, or to replace its actor
         self._start(0)
 
     def _start(self, start_count: int) -> None:
         with self._closing:
             self._check_open()
-            actor, group = self._place.create(self.name)
-            self._finalizer = weakref.finalize(self, _kill, actor, group)
+            options = {"max_concurrency": _CALLS, "max_restarts": 0, "max_task_retries": 0} | self._options
+            actor = require_ray().remote(EngineActor).options(**options).remote(self.name)
+            self._finalizer = weakref.finalize(self, _kill, actor)
         try:
             facts = self._first_call(actor)
         except BaseException:
@@ -106,9 +104,10 @@ class RayEngine(RayEngineClient):
         try:
             result: CallResult = ray.get(actor.start.remote(self._make_engine), timeout=self.start_timeout)
         except ray.exceptions.GetTimeoutError as error:
+            needed = {"CPU": self._options["num_cpus"], "GPU": self._options["num_gpus"]} | self._options["resources"]
             raise EngineTimeoutError(
-                f"{self.name} did not start within start_timeout={self.start_timeout:g} s; it needs {self._place}, and "
-                f"the cluster has {_text(ray.available_resources())} free; see `ray status`, or raise start_timeout"
+                f"{self.name} did not start within start_timeout={self.start_timeout:g} s; it needs {_text(needed)}, "
+                f"and the cluster has {_text(ray.available_resources())} free; see `ray status`, or raise start_timeout"
             ) from error
         except ray.exceptions.RayError as error:
             self._check_open()
@@ -123,8 +122,8 @@ class RayEngine(RayEngineClient):
 
     @property
     def reads_object_store(self) -> bool:
-        """True if the engine is on one node, whose object store its processes can read."""
-        return self._place.is_on_one_node
+        """True unless vLLM may start processes on several nodes, whose object stores they would not share."""
+        return self._arguments.get("distributed_executor_backend") != "ray"
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
         self._check()
@@ -201,81 +200,27 @@ def start_together(starts: Sequence[Callable[[], E]]) -> list[E]:
     return [future.result() for future in futures]
 
 
-class Placement:
-    """Resources and place of an engine's actor; see :class:`RayEngine`."""
-
-    def __init__(
-        self,
-        num_cpus: float,
-        num_gpus: float,
-        resources: Mapping[str, float] | None,
-        bundles: Sequence[Mapping[str, float]] | None,
-        strategy: str,
-        variables: Mapping[str, str] | None,
-    ):
-        for name, value in {"num_cpus": num_cpus, "num_gpus": num_gpus}.items():
-            if value < 0:
-                raise ValueError(f"{name}={value} must be at least 0")
-        if bundles is not None and not bundles:
-            raise ValueError("bundles=[] must have at least one bundle; None makes no placement group")
-        strategies = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
-        if strategy not in strategies:
-            raise ValueError(f"strategy={strategy!r} must be one of {strategies}")
-        self.num_cpus, self.num_gpus, self.resources = num_cpus, num_gpus, dict(resources or {})
-        self.bundles = None if bundles is None else [dict(bundle) for bundle in bundles]
-        self.strategy, self.variables = strategy, dict(variables or {})
-
-    def __str__(self) -> str:
-        own = {"CPU": self.num_cpus, "GPU": self.num_gpus} | self.resources
-        bundles = f" in {self.strategy} bundles of {', '.join(map(_text, self.bundles))}" if self.bundles else ""
-        return _text(own) + bundles
-
-    def check(self, arguments: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` if the resources contradict the arguments of a vLLM engine."""
-        if (replicas := arguments.get("data_parallel_size") or 1) != 1:
-            raise ValueError(
-                f"data_parallel_size={replicas} must be 1; make one RayEngine per replica and put them in an EnginePool"
-            )
-        gpus = (arguments.get("tensor_parallel_size") or 1) * (arguments.get("pipeline_parallel_size") or 1)
-        if self.num_gpus and gpus > 1 and self.num_gpus != gpus:
-            raise ValueError(f"num_gpus={self.num_gpus:g} must be {gpus}, since the engine runs on {gpus} GPUs")
-        if self.num_gpus and arguments.get("devices") is not None:
-            raise ValueError(f"devices={arguments['devices']!r} must be None, since Ray chooses the num_gpus GPUs")
-
-    @property
-    def is_on_one_node(self) -> bool:
-        """True unless the bundles may be on several nodes."""
-        return self.bundles is None or len(self.bundles) == 1 or self.strategy == "STRICT_PACK"
-
-    def create(self, name: str) -> tuple[Any, Any]:
-        """Create the actor, and return its handle and its placement group or None."""
-        ray = require_ray()
-        options: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": self.resources}
-        options |= {"max_concurrency": _CALLS, "max_restarts": 0, "max_task_retries": 0}
-        if self.variables:
-            options["runtime_env"] = {"env_vars": self.variables}
-        group = None
-        if self.bundles is not None:
-            from ray.util.placement_group import placement_group
-            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-            group = placement_group(self.bundles, strategy=self.strategy)
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
-            )
-        return ray.remote(EngineActor).options(**options).remote(name), group
+def _check_resources(num_cpus: float, num_gpus: float, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if resources are out of range, or contradict the arguments of a vLLM engine."""
+    for name, value in {"num_cpus": num_cpus, "num_gpus": num_gpus}.items():
+        if value < 0:
+            raise ValueError(f"{name}={value} must be at least 0")
+    if (replicas := arguments.get("data_parallel_size") or 1) != 1:
+        raise ValueError(
+            f"data_parallel_size={replicas} must be 1; make one RayEngine per replica and put them in an EnginePool"
+        )
+    gpus = (arguments.get("tensor_parallel_size") or 1) * (arguments.get("pipeline_parallel_size") or 1)
+    if num_gpus and gpus > 1 and num_gpus != gpus:
+        raise ValueError(f"num_gpus={num_gpus:g} must be {gpus}, since the engine runs on {gpus} GPUs")
+    if num_gpus and arguments.get("devices") is not None:
+        raise ValueError(f"devices={arguments['devices']!r} must be None, since Ray chooses the num_gpus GPUs")
 
 
-def _kill(actor: Any, group: Any) -> None:
-    """Kill an actor with its processes, and release its placement group."""
+def _kill(actor: Any) -> None:
+    """Kill an actor with its processes."""
     ray = require_ray()
-    if not ray.is_initialized():
-        return
-    ray.kill(actor, no_restart=True)
-    if group is not None:
-        from ray.util.placement_group import remove_placement_group
-
-        remove_placement_group(group)
+    if ray.is_initialized():
+        ray.kill(actor, no_restart=True)
 
 
 def _text(resources: Mapping[str, float]) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torchrl_rloo.engines.base import (
     AsyncEngine,
+    BatchedEngine,
     Engine,
     EngineDeadError,
     EngineError,
@@ -23,7 +24,6 @@ from torchrl_rloo.engines.base import (
     Sample,
     WeightStep,
 )
-from torchrl_rloo.engines.batched import BatchedEngine
 from torchrl_rloo.engines.occupancy import Occupancy, Reading
 from torchrl_rloo.ray.object_store import ObjectStoreRelay
 

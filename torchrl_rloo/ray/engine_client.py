@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 from threading import Lock
@@ -22,15 +22,13 @@ from torchrl_rloo.engines.base import (
     EngineError,
     EngineLoad,
     EngineTimeoutError,
-    InFlight,
     Request,
     Sample,
     SamplingClock,
     SharedEngine,
-    WeightStep,
 )
 from torchrl_rloo.engines.occupancy import Reading
-from torchrl_rloo.engines.vllm_loop import CLOSED, LoopThread
+from torchrl_rloo.engines.vllm_base import CLOSED, LoopThread
 from torchrl_rloo.ray.engine_actor import AnswerBatch, CallResult, EngineFacts, EngineState, RequestBatch
 from torchrl_rloo.ray.session import require_ray
 
@@ -57,6 +55,15 @@ class EngineHandle(NamedTuple):
         return RayEngineClient(self)
 
 
+def _refused(call: str) -> Callable[..., Any]:
+    """Return a method that refuses a call of the driver."""
+
+    def refuse(self: RayEngineClient, *args: Any, **kwargs: Any) -> Any:
+        raise EngineError(f"{call}() of {self.handle.name} belongs to the driver; call it there")
+
+    return refuse
+
+
 class RayEngineClient(SharedEngine):
     """Client of a :class:`RayEngine` in another process, which samples and leaves life and weights to the driver.
 
@@ -75,6 +82,7 @@ class RayEngineClient(SharedEngine):
         facts = handle.facts
         self.context_length, self.vocab_size, self.stop_ids = facts.context_length, facts.vocab_size, facts.stop_ids
         self.counts_running_tokens, self.node_id, self.pid = facts.counts_running_tokens, facts.node_id, facts.pid
+        self.is_near = facts.node_id == require_ray().get_runtime_context().get_node_id()
         self.start_count = handle.start_count
         self._connection = Connection(handle.actor, handle.name, self.request_timeout, self._stays)
         self._connection.note_version(handle.version)
@@ -150,48 +158,19 @@ class RayEngineClient(SharedEngine):
         self.closed = True
         self._connection.close(CLOSED)
 
-    def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """Refuse the step, since the driver updates the weights."""
-        raise self._not_here("update_weights()")
-
-    def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
-        """Refuse the call, since the driver pauses the engine."""
-        raise self._not_here("pause()")
-
-    def resume(self) -> None:
-        """Refuse the call, since the driver resumes the engine."""
-        raise self._not_here("resume()")
-
-    def restart(self) -> None:
-        """Refuse the call, since the driver restarts the engine."""
-        raise self._not_here("restart()")
-
-    def sleep(self) -> None:
-        """Refuse the call, since the driver puts the engine to sleep."""
-        raise self._not_here("sleep()")
-
-    def wake(self) -> None:
-        """Refuse the call, since the driver wakes the engine."""
-        raise self._not_here("wake()")
+    # The driver updates, pauses and restarts the engine, and puts it to sleep
+    update_weights, pause, resume, restart, sleep, wake = map(
+        _refused, ("update_weights", "pause", "resume", "restart", "sleep", "wake")
+    )
 
     def _refusal(self, ready: bool) -> EngineError | None:
         if self._connection.death is not None and not self.closed:
             return EngineDeadError(*self._connection.death.args)
         return super()._refusal(ready)
 
-    def _not_here(self, call: str) -> EngineError:
-        return EngineError(f"{call} of {self.handle.name} belongs to the driver; call it there")
-
 
 class Connection:
-    """Requests of this process inside one actor.
-
-    Args:
-        handle: handle of the actor.
-        name: name of the engine, for messages.
-        request_timeout: seconds of sampling that a request may take.
-        stays: whether to listen also without requests inside, for the state.
-    """
+    """Requests of this process inside one actor."""
 
     def __init__(self, handle: Any, name: str, request_timeout: float, stays: bool):
         self.handle, self.name, self.request_timeout = handle, name, request_timeout

@@ -101,16 +101,6 @@ class WorkerFleet:
 
     All methods are called on the loop of the collector.
 
-    Args:
-        owner: receiver of their news.
-        make: function that returns environment and policy, called in each worker.
-        settings: settings of the conversations.
-        version: function that returns the current policy version.
-        num_workers: number of workers at the start.
-        workers: settings of the workers.
-        pool: engine pool of the driver, whose members' states the workers follow; None if there is none.
-        counting: parts of the driver with counters, to which those of the workers' copies are added.
-
     Attributes:
         workers: current workers.
         counts: ``"workers/lost"`` and ``"workers/expired_leases"``.

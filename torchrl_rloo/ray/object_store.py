@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, read_manifest, unpack
+from torchrl_rloo.weight_update.protocol import (
+    EngineError,
+    TensorInfo,
+    WeightStep,
+    WeightTarget,
+    packed_size,
+    read_manifest,
+    unpack,
+)
 from torchrl_rloo.weight_update.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemoryStorage
-from torchrl_rloo.weight_update.target import EngineError, WeightStep, WeightTarget
 from torchrl_rloo.weight_update.transport import Link
 
 

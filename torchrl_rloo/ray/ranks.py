@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from torchrl_rloo.ray.session import require_ray
-from torchrl_rloo.runtime import reaper
+from torchrl_rloo.runtime import processes
 from torchrl_rloo.runtime.ranks import EXIT_CODE, QUIET
 
 _PLACE_S = 600.0  # for all ranks to find a place
@@ -72,8 +72,8 @@ class RankActor:
             )
             yield 0, b"1"
             return
-        # The reaper's file is run by path, so that the process replaces it before anything is imported
-        starter = [sys.executable, "-S", reaper.__file__, "exec", str(os.getpid()), sys.executable]
+        # The file of helper processes is run by path, so that the process replaces it before anything is imported
+        starter = [sys.executable, "-S", processes.__file__, "exec", str(os.getpid()), sys.executable]
         pipes = {
             "stdin": asyncio.subprocess.DEVNULL,
             "stdout": asyncio.subprocess.PIPE,
@@ -278,11 +278,7 @@ class Process(Protocol):
 
 
 def reserve_port(address: str = "127.0.0.1") -> socket.socket:
-    """Return a socket that keeps its port free for the store of rank 0, which may still listen on it.
-
-    Args:
-        address: address of this machine; an empty one stands for all.
-    """
+    """Return a socket that keeps its port free for the store of rank 0, which may still listen on it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((address, 0))

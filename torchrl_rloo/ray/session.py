@@ -101,15 +101,9 @@ def start_actor(
     name: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Start an actor, or return the handle of the one with this name.
+    """Start an actor, or return the handle of the one with this ``name``, which must have equal ``settings``.
 
-    Args:
-        cls: class of the actor.
-        args: positional arguments of the class.
-        remote_config: resources and options of the actor, see ``ray.remote``. None reserves no CPU.
-        name: name in the cluster's namespace. A named actor ends with the process that started it. None starts a new
-            actor, which ends with its last handle.
-        settings: settings that a named actor must have; it stores them. Others raise ``ValueError``.
+    A named actor ends with the process that started it, another one with its last handle.
     """
     ray = require_ray()
     options = {"num_cpus": 0, **(remote_config or {})}

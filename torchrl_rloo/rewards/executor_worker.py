@@ -29,9 +29,9 @@ DUMP_SIGNAL = signal.SIGUSR2  # requests a traceback of the running code
 def main(trainer: int, memory: int, messages: int, tracebacks: int) -> None:
     """Serve requests until the socket closes."""
     # Continue in a fork, whose parent ends all processes that a reward leaves
-    reaper = import_file("torchrl_rloo.runtime.reaper", Path(__file__).parents[1] / "runtime" / "reaper.py")
-    reaper.limit_process(data=memory)
-    reaper.reap(trainer)
+    processes = import_file("torchrl_rloo.runtime.processes", Path(__file__).parents[1] / "runtime" / "processes.py")
+    processes.limit_process(data=memory)
+    processes.reap(trainer)
     # A child that outlives this process must not hold the socket open. Ctrl-C is left to the training process, which
     # may finish its step. The output of a reward must not mix with that of the training process
     for descriptor in (messages, tracebacks):

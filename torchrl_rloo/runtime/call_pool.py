@@ -59,9 +59,6 @@ class CallPool:
     At most ``size`` threads count. A thread whose call was abandoned does not; it ends when its function returns. Nor
     does one that waits: while calls are queued, the pool looks every second for threads that have used no CPU. So
     calls that wait for each other, or for calls that they make, cannot use up the pool.
-
-    Args:
-        size: largest number of threads that count; infinity queues no call.
     """
 
     def __init__(self, size: float):
@@ -74,11 +71,7 @@ class CallPool:
         self._stopped = self._warned = self._looking = False
 
     def submit(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Call:
-        """Queue a call; it neither waits nor starts a thread itself.
-
-        Raises:
-            RuntimeError: if the process is exiting.
-        """
+        """Queue a call; it neither waits nor starts a thread itself."""
         call = Call(self, function, args, kwargs)
         with self._lock:
             if self._stopped or is_exiting():
@@ -281,12 +274,6 @@ class CallLimit:
 
     ``async with limit:`` waits for a place and holds it. A call that times out or is cancelled gives its place back,
     even if its thread still runs the function.
-
-    Args:
-        size: largest number of concurrent calls.
-
-    Raises:
-        ValueError: if ``size`` is below 1.
     """
 
     def __init__(self, size: int):

@@ -17,19 +17,21 @@ import asyncio
 import atexit
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
+from contextvars import ContextVar
 from math import inf
-from threading import Event, Lock
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from torchrl_rloo.runtime.call_pool import Call, CallLimit, CallPool, as_error, leave_out, name_of
 from torchrl_rloo.runtime.lookup import is_async
-from torchrl_rloo.runtime.loop_call import LoopCall
-from torchrl_rloo.runtime.loop_watch import LoopWatch, WatchedCall
 from torchrl_rloo.runtime.threads import PackageThread, is_exiting
 
 _LOGGER = logging.getLogger(__name__)
@@ -42,6 +44,10 @@ _LOST_AFTER_S = 30.0  # shortest time for which calls wait for a blocked loop
 _CLOSE_TIMEOUT_S = 2.0  # time for cancelled tasks to end when a loop is closed
 _STOP_TIMEOUT_S = 0.2  # time for an idle loop's thread to end
 _SHORTEST_WAIT_S = 0.01  # between two looks at the clock of a call
+_ALIVE_POLL_S = 1.0  # between two looks at whether the loop of a call lives
+_TICK_S = 0.1  # time between two questions to a watched loop that answers
+_GRACE_S = 0.2  # time after an answer in which a watched loop counts as free
+_WARN_TICKS = 9  # looks in a row that find the same task running
 
 
 class EventLoop:
@@ -50,23 +56,9 @@ class EventLoop:
     An exception that would end the loop, such as a task's ``SystemExit``, is logged and the loop continues. The thread
     ends at :meth:`close`, when this object is deleted, or at the process's exit, which cancels the tasks first.
 
-    Args:
-        name: name of the thread.
-
     Attributes:
         loop: the asyncio event loop.
         owner: id of the process that made it; the thread does not exist in a forked one.
-
-    Raises:
-        RuntimeError: if the process is exiting.
-
-    Example:
-        >>> loop = EventLoop("example")
-        >>> async def double(value):
-        ...     return 2 * value
-        >>> loop.run(double(4))
-        8
-        >>> loop.close()
     """
 
     def __init__(self, name: str):
@@ -82,17 +74,7 @@ class EventLoop:
         _OPEN.add(self)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for it.
-
-        Args:
-            work: the coroutine.
-
-        Returns:
-            The coroutine's result.
-
-        Raises:
-            RuntimeError: if called on that loop, where waiting would deadlock, or if the loop is closed.
-        """
+        """Run a coroutine on the loop and wait for it."""
         if self._stopped.is_set():
             work.close()
             raise RuntimeError(f"the event loop {self._thread.name!r} is closed")
@@ -105,22 +87,11 @@ class EventLoop:
             raise
 
     def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function on the loop, from any thread.
-
-        Raises:
-            RuntimeError: if the loop is closed.
-        """
+        """Call a function on the loop, from any thread."""
         self.loop.call_soon_threadsafe(function, *args)
 
     def close(self, timeout: float = _CLOSE_TIMEOUT_S) -> None:
-        """Cancel all tasks, wait for their end, and stop the thread. It may be called again.
-
-        Args:
-            timeout: seconds to wait for the tasks. The thread stops even if they do not end.
-
-        Raises:
-            RuntimeError: if called on the loop.
-        """
+        """Cancel all tasks, wait for their end, and stop the thread. It may be called again."""
         if asyncio._get_running_loop() is self.loop:
             raise RuntimeError("close() waits, so it cannot be called on the event loop itself")
         _close([self], timeout)
@@ -164,6 +135,158 @@ async def _end_tasks(timeout: float) -> None:
             task.cancel()
         await asyncio.wait(tasks, timeout=timeout)
     await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+class LoopCall(Generic[T]):
+    """Coroutine that runs on an event loop to its end or to :meth:`cancel`.
+
+    A ``concurrent.futures.Future`` has a lock in Python, which a ``KeyboardInterrupt`` can leave locked. The loop would
+    then block on it for ever. This class hands its result over in a ``SimpleQueue``, which interrupts cannot break.
+    """
+
+    def __init__(self, loop: EventLoop, work: Coroutine[Any, Any, T]):
+        self._loop, self._work = loop, work
+        self._outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+        self._task: asyncio.Task | None = None
+        try:
+            if asyncio._get_running_loop() is loop.loop:
+                raise RuntimeError("a wait cannot be called on the event loop itself; await the coroutine")
+            loop.call_soon(self._start)
+        except RuntimeError:
+            work.close()
+            raise
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result."""
+        deadline = None if timeout is None else monotonic() + timeout
+        while True:
+            # Look at the loop from time to time, since nothing would come after its end
+            left = _ALIVE_POLL_S if deadline is None else min(_ALIVE_POLL_S, max(0.0, deadline - monotonic()))
+            try:
+                value, error = self._outcome.get(timeout=left)
+            except Empty:
+                if self._loop.loop.is_closed() and self._outcome.empty():
+                    raise RuntimeError("the event loop was closed before the call ended") from None
+                if deadline is not None and monotonic() >= deadline:
+                    raise
+                continue
+            if error is not None:
+                raise error
+            return value
+
+    def cancel(self) -> None:
+        """Cancel the coroutine on its loop, without waiting for its end."""
+        with suppress(RuntimeError):  # the loop was closed, which ended the call
+            self._loop.call_soon(self._cancel)
+
+    def _start(self) -> None:
+        self._task = asyncio.ensure_future(self._run())
+
+    def _cancel(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self._outcome.put((await self._work, None))
+        except BaseException as error:  # a KeyboardInterrupt is the caller's, not the loop's
+            self._outcome.put((None, error))
+
+
+_CALL: ContextVar[AsyncCall | None] = ContextVar("call", default=None)
+
+
+class LoopWatch:
+    """Watch of an event loop, on a thread that asks ten times a second whether the loop answers.
+
+    It logs a warning, once for each name, that tells which call blocks the loop, and where.
+
+    Attributes:
+        calls: call of each task.
+        blocker: call that blocks the loop now; None if there is none, or it is unknown.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: Thread, stopped: Event):
+        self._loop, self._thread, self._stopped = loop, thread, stopped
+        self.calls: WeakKeyDictionary[asyncio.Task, AsyncCall] = WeakKeyDictionary()
+        self.blocker: AsyncCall | None = None
+        # The loop is free until a while after its last answer; later time is lost
+        self._lock, self._lost, self._free_until, self._asked = Lock(), 0.0, monotonic() + _GRACE_S, False
+        self._task, self._since, self._ticks = None, 0.0, 0  # running task of a blocked loop
+        self._warned: set[str] = set()
+        loop.set_task_factory(self._make_task)
+        PackageThread(self._run, name="torchrl_rloo loop watch").start()  # the end of the loop ends it
+
+    def lost(self) -> float:
+        """Return the seconds in which the loop has been blocked."""
+        with self._lock:
+            return self._lost + max(0.0, monotonic() - self._free_until)
+
+    def blocked_for(self) -> float:
+        """Return for how many seconds the same task, or unknown code, has blocked the loop; 0 if it answers."""
+        with self._lock:  # one look may come before the answer of a loop that was stopped as a whole
+            return monotonic() - self._since if self._ticks > 1 else 0.0
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Coroutine, **kwargs: Any) -> asyncio.Task:
+        task = asyncio.Task(work, loop=loop, **kwargs)
+        if (call := _CALL.get()) is not None:
+            self.calls[task] = call
+        return task
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_TICK_S):
+            if self._asked:
+                self._look()
+                continue
+            self._asked = True
+            try:
+                self._loop.call_soon_threadsafe(self._answer)
+            except RuntimeError:  # the loop is closed
+                return
+
+    def _answer(self) -> None:
+        with self._lock:
+            self._count(monotonic())
+            self._free_until, self._asked = monotonic() + _GRACE_S, False
+            self.blocker = self._task = None
+            self._ticks = 0
+
+    def _look(self) -> None:
+        """Find the task that has kept the loop from answering, and count the time at the expense of its call."""
+        with self._lock:
+            now = monotonic()
+            if not self._asked or now <= self._free_until:
+                return
+            task = asyncio.current_task(self._loop)
+            if not self._ticks or task is not self._task:
+                self._task, self._since, self._ticks = task, self._free_until, 0
+            self.blocker = None if task is None else self.calls.get(task)
+            self._count(now)
+            self._ticks += 1
+            warn = self.blocker is not None and self._ticks == _WARN_TICKS
+            name = self.blocker.name if warn else ""
+        if warn:
+            self._warn(name)
+
+    def _count(self, now: float) -> None:
+        """Count the time until now, as far as the loop was not free; to be called with the lock."""
+        if (seconds := now - self._free_until) > 0:
+            self._lost += seconds
+            self._free_until = now
+            if self.blocker is not None:
+                self.blocker.blocked += seconds
+
+    def _warn(self, name: str) -> None:
+        """Tell who blocks the loop; not again for the same name."""
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        frame = sys._current_frames().get(self._thread.ident)
+        place = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        _LOGGER.warning(
+            "%s blocks the event loop of async functions%s, so all others wait; make it a sync function, or await "
+            "what blocks by asyncio.to_thread. Further blocks by it are not logged",
+            *(name, place),
+        )
 
 
 _LOCK = Lock()
@@ -264,23 +387,6 @@ async def call(
 
     All async functions share the users' loop. If one blocks it, a warning names it, and the clocks of the others stand
     still. Once its time is over, later calls get another loop.
-
-    Args:
-        function: sync or async function.
-        *args: positional arguments of the function.
-        timeout: time limit in seconds, from the start of the function; None disables it. Waiting for a thread, for
-            ``limit``, or for another function that blocks the loop does not count.
-        limit: limit of concurrent calls that this call shares; None disables it.
-        **kwargs: keyword arguments of the function.
-
-    Returns:
-        What the function returns. What it raises is raised here.
-
-    Raises:
-        TimeoutError: if the function exceeds ``timeout``.
-        RuntimeError: in place of SystemExit, KeyboardInterrupt, StopIteration, or a cancellation from within the
-            function; these would otherwise end a loop or the run. Also if the process is exiting, or if another
-            function blocks the loop for longer than ``timeout`` and 30 s.
     """
     async with nullcontext() if limit is None else limit:
         return await _finish(begin(function, *args, **kwargs), timeout)
@@ -301,26 +407,39 @@ def begin(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Running:
     return AsyncCall(function, args, kwargs) if is_async(function) else _pool("users").submit(function, args, kwargs)
 
 
-class AsyncCall(WatchedCall):
+class AsyncCall:
     """Call of an async function on a loop of users' functions, which begins at once.
+
+    Its clock stands still while other calls block the loop.
 
     Attributes:
         future: its result.
         abandoned: whether it timed out, or its caller was cancelled.
+        blocked: seconds in which this call itself blocked the loop.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], loop: str = "users"):
         held = _user_loop(loop)
-        super().__init__(held.watch, name_of(function))
-        self.abandoned = False
+        self.watch, self.name, self.blocked, self.abandoned = held.watch, name_of(function), 0.0, False
+        self._began: tuple[float, float] | None = None
         self.future = asyncio.run_coroutine_threadsafe(self._run(function, args, kwargs), held.loop)
 
     async def _run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.begin()
+        # Start the clock, and make the current task, and all that it starts, part of this call
+        self._began = monotonic(), self.watch.lost()
+        _CALL.set(self)
+        self.watch.calls[asyncio.current_task()] = self
         try:
             return await function(*args, **kwargs)
         except (SystemExit, KeyboardInterrupt) as error:
             raise as_error(function, error) from error
+
+    def elapsed(self) -> float:
+        """Return the seconds since the begin, without those in which other calls blocked the loop."""
+        if self._began is None:
+            return 0.0
+        began, lost = self._began
+        return monotonic() - began - max(0.0, self.watch.lost() - lost - self.blocked)
 
     def abandon(self) -> None:
         """Cancel the call, which ends once the loop is not blocked."""
@@ -358,11 +477,7 @@ async def _finish(call: Running, timeout: float | None) -> Any:
 
 
 def remaining_time(call: Running, timeout: float | None) -> float | None:
-    """Return the time to wait for a call, after which its clock is to be read again; 0 at its time limit.
-
-    Raises:
-        RuntimeError: if another call blocks its loop for too long.
-    """
+    """Return the time to wait for a call, after which its clock is to be read again; 0 at its time limit."""
     if isinstance(call, AsyncCall):
         call.check_loop(max(timeout or 0.0, _LOST_AFTER_S))
     if timeout is None:

@@ -53,11 +53,7 @@ def _explain(error: OSError, path: str | os.PathLike) -> OSError:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder with its parents, if it is missing.
-
-    Raises:
-        OSError: if that is impossible. The message names the path and the remedy.
-    """
+    """Create a folder with its parents, if it is missing."""
     with explained(path):
         path.mkdir(parents=True, exist_ok=True)
 
@@ -86,15 +82,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
     After an exception or a kill, ``path`` is unchanged. Each write has a new temporary name, which a kill leaves behind
     for :func:`remove_temporaries`. A symbolic link at ``path`` is replaced; its target stays as it is.
-
-    Args:
-        path: file to write, in an existing directory.
-
-    Yields:
-        The temporary file, open for binary writing.
-
-    Raises:
-        OSError: if the file cannot be written. The message names the path and the remedy.
     """
     temporary = temporary_name(path)
     with explained(path):
@@ -120,11 +107,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write UTF-8 text atomically, with lone surrogates as escapes, and return the path.
-
-    Raises:
-        OSError: if the file cannot be written. The message names the path and the remedy.
-    """
+    """Write UTF-8 text atomically, with lone surrogates as escapes, and return the path."""
     with atomic_write(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
     return path
@@ -134,9 +117,6 @@ def append(path: Path, content: bytes) -> None:
     """Append lines to a regular file, all or none; create the file if it is missing.
 
     An incomplete last line, which a killed writer left, is ended first, so that it damages no other.
-
-    Raises:
-        OSError: if the file cannot be written or is a symbolic link. The message names the path and the remedy.
     """
     with explained(path):
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | SAFE_FLAGS, 0o666)
@@ -174,16 +154,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str], *, below: bool = False) -> None:
-    """Refuse symbolic links at ``names`` in a folder.
-
-    Args:
-        folder: folder of the names.
-        names: names of folders or files, which need not exist.
-        below: if True, also refuse links in these folders, where a library would write through them.
-
-    Raises:
-        OSError: if there is a link. The message names it and the remedy.
-    """
+    """Refuse symbolic links at ``names`` in a folder, with ``below`` also in these folders."""
     for name in names:
         for path in (folder / name, *((folder / name).rglob("*") if below else ())):
             if path.is_symlink():

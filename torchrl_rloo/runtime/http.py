@@ -33,16 +33,7 @@ class OversizedReplyError(ReplyError):
 
 
 async def read_body(reply: Any, max_bytes: int) -> bytes:
-    """Return the unpacked body of an aiohttp reply, whose session must not unpack by itself.
-
-    Args:
-        reply: reply.
-        max_bytes: maximum size, packed and unpacked.
-
-    Raises:
-        OversizedReplyError: if the body is larger. No more than the limit is kept in memory.
-        ReplyError: if the encoding is unknown or broken.
-    """
+    """Return the unpacked body of an aiohttp reply, whose session must not unpack by itself."""
     encoding = reply.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "deflate"):
         raise ReplyError(f"Content-Encoding={encoding[:40]!r} must be one of: identity, {ENCODINGS}")
@@ -84,11 +75,9 @@ def plain_json(body: bytes) -> Any:
 
 
 def strict_json(body: bytes) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text, or raise ReplyError.
 
-    Raises:
-        ReplyError: if it is no JSON in UTF-8. Also if it is nested deeply, repeats a key, or has numbers that no float
-            can hold or half of a surrogate pair.
+    Refused are deep nesting, repeated keys, numbers that no float can hold, and half of a surrogate pair.
     """
     try:
         text = body.decode()
@@ -145,11 +134,6 @@ class Redactor:
 
     It knows values that are plain, split by white space, escaped for URLs, JSON or HTML, or in Base64 or hexadecimals.
     Case does not matter.
-
-    Args:
-        url: URL of the request, whose user, password and query values are secrets.
-        headers: headers of the request, whose values are secrets, and their parts.
-        keys: other secrets.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], keys: Iterable[str | None] = ()):

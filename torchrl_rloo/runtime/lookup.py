@@ -26,12 +26,7 @@ _MAX_HUB_ID = 200  # characters: the hub allows 96 for each part
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` with the names close to ``name``, or ``""``.
-
-    Example:
-        >>> did_you_mean("gsm8", ["gsm8k", "math"])
-        " (did you mean 'gsm8k'?)"
-    """
+    """Return ``" (did you mean 'x'?)"`` with the names close to ``name``, or ``""``."""
     names = list(names)
     spelled = {known.lower(): known for known in names}
     matches = get_close_matches(name, names, n=3) or [spelled[m] for m in get_close_matches(name.lower(), spelled)]
@@ -39,33 +34,12 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def snake_case(name: str) -> str:
-    """Return the name of a class in lower case, with underscores between its words.
-
-    Example:
-        >>> snake_case("WebSearch")
-        'web_search'
-    """
+    """Return the name of a class in lower case, with underscores between its words."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def import_object(path: str, what: str) -> Any:
-    """Import the object at a dotted path.
-
-    Args:
-        path: ``"package.module.name"``.
-        what: kind of object, for messages (``"reward"``).
-
-    Returns:
-        The object.
-
-    Raises:
-        ValueError: if the path has no dot, the module does not exist, or it has no such name.
-        Exception: if the module raises on import.
-
-    Example:
-        >>> import_object("math.pi", "constant")
-        3.141592653589793
-    """
+    """Import the object at a dotted path."""
     module, _, name = path.rpartition(".")
     if not module:
         raise ValueError(f"{what} {path!r} must be a dotted path, module.name")
@@ -91,21 +65,7 @@ def import_room(name: str, user: str) -> Any:
 
 
 def check_path(what: str, name: str | os.PathLike) -> None:
-    """Raise if a path has no file or directory; a name that may be a hub id passes.
-
-    Args:
-        what: name of the setting or argument, for messages.
-        name: path or hub id.
-
-    Raises:
-        FileNotFoundError: if the name cannot be a hub id, and the path does not exist.
-
-    Example:
-        >>> check_path("source", "openai/gsm8k")
-        >>> check_path("source", "nowhere.jsonl")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        FileNotFoundError: source='nowhere.jsonl' is neither a local file or directory (no '...nowhere.jsonl') nor ...
-    """
+    """Raise if a path has no file or directory; a name that may be a hub id passes."""
     text, path = os.fspath(name), Path(os.path.expanduser(name))
     local = text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix.lower() in DATA_SUFFIXES
     if (local or len(text) > _MAX_HUB_ID) and not os.path.exists(path):
@@ -145,24 +105,7 @@ HUB_KWARGS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder"
 
 
 def resolve(argument: str, spec: Any, table: Mapping[str, Any]) -> Any:
-    """Build the object that ``spec`` describes.
-
-    Args:
-        argument: name of the argument, for errors.
-        spec: name in ``table``, mapping ``{"name": name, field: value, ...}``, or object that is returned unchanged.
-        table: dataclasses, functions or other objects by name. Only dataclasses have fields.
-
-    Returns:
-        An instance of the dataclass, the entry of ``table``, or ``spec`` itself.
-
-    Raises:
-        ValueError: if a name, field or value is invalid, or a required field is missing.
-
-    Example:
-        >>> from torchrl_rloo.functional import SURROGATES
-        >>> resolve("surrogate", {"name": "clip", "low": 0.1, "high": 0.3}, SURROGATES)
-        Clip(low=0.1, high=0.3, dual=None)
-    """
+    """Build the object that a name in ``table``, or a mapping with one and its fields, describes; return others."""
     # Return an object that is already built
     if not isinstance(spec, (str, Mapping)):
         classes = tuple(entry for entry in table.values() if isinstance(entry, type))

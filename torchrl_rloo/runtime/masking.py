@@ -40,10 +40,6 @@ def is_secret(name: Any, value: Any = "") -> bool:
     """Return whether a setting of this name, and of this value, is a key or a password.
 
     Names of tokens of the vocabulary, such as ``eos_token``, are none. In the plural, numbers are none: ``max_tokens``.
-
-    Example:
-        >>> [name for name in ("X-Api-Key", "HF_TOKEN", "api_key_env", "eos_token", "tokenizer") if is_secret(name)]
-        ['X-Api-Key', 'HF_TOKEN']
     """
     if isinstance(value, bool | None):
         return False
@@ -61,14 +57,7 @@ def is_secret(name: Any, value: Any = "") -> bool:
 def mask_settings(value: Any, name: str = "", depth: int = _MAX_DEPTH) -> Any:
     """Return nested settings with masks instead of secrets; names, structure and other values are kept.
 
-    Args:
-        value: settings, or a part of them.
-        name: name of the part.
-        depth: levels to visit; a mask replaces what is nested deeper.
-
-    Example:
-        >>> mask_settings({"url": "http://me:pw@h/?key=1", "headers": {"X": "a"}, "engine": {"api_key": "b", "n": 3}})
-        {'url': 'http://***@h/?***', 'headers': {'X': '***'}, 'engine': {'api_key': '***', 'n': 3}}
+    A mask replaces what is nested deeper than ``depth``.
     """
     if isinstance(value, Mapping | list | tuple) and not depth:
         return MASK
@@ -112,12 +101,7 @@ def mask_urls(text: str) -> str:
 
 
 def mask_command(command: str) -> str:
-    """Return a command line with masks for its secrets: ``name=value``, ``--name value``, and those in values.
-
-    Example:
-        >>> mask_command("OPENAI_API_KEY=abc run rloo --token abc inference.engine.api_key=a,b plan.steps=3")
-        'OPENAI_API_KEY=*** run rloo --token *** inference.engine.api_key=*** plan.steps=3'
-    """
+    """Return a command line with masks for its secrets: ``name=value``, ``--name value``, and those in values."""
     kept, place, flag = [], 0, ""
     while (found := _WORD.search(command, place)) is not None:
         word, end = found[0], found.end()

@@ -37,12 +37,7 @@ class ProcessExit(SystemExit):
 class PackageThread(Thread):
     """Daemon thread that ends before Python's exit would kill it inside torch.
 
-    Args:
-        target: function that the thread runs.
-        *args: arguments of the function.
-        name: name of the thread.
-        stop: function that asks the thread to end, called at exit; it must not block. An interrupt alone does not reach
-            a thread that waits for a lock or a queue.
+    At exit, ``stop`` asks the thread to end; it must not block. An interrupt does not reach one that waits for a lock.
     """
 
     def __init__(self, target: Callable[..., Any], *args: Any, name: str, stop: Callable[[], Any] = lambda: None):

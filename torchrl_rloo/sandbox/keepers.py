@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_rloo.runtime import reaper
+from torchrl_rloo.runtime import processes
 from torchrl_rloo.sandbox import code_judge, code_peers, kernel, namespaces, python_cell, workspace_files
 
 TICK = 0.02  # seconds between checks of the limits that the kernel does not enforce
@@ -341,7 +341,7 @@ class WorkspaceKeeper(Keeper):
         if self.isolated:
             family = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
         else:
-            family = list(reaper.descendants(os.getpid()))
+            family = list(processes.descendants(os.getpid()))
         if len(family) > self.settings["processes"]:
             return "processes"
         return "memory" if sum(map(private_memory, family)) > self.settings["memory"] else None
@@ -352,7 +352,7 @@ class WorkspaceKeeper(Keeper):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # all of the namespace but this one
         else:
-            reaper.kill_below(os.getpid())
+            processes.kill_below(os.getpid())
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, 0):
                 pass
@@ -403,7 +403,7 @@ def keep_workspace(channel: socket.socket, isolated: bool, settings: dict[str, A
                 return
             kernel.die_with_parent([0, outer])  # 0: it is outside of the namespace
         else:
-            reaper.adopt_orphans()
+            processes.adopt_orphans()
         keeper = WorkspaceKeeper(channel, settings, isolated)
         if isolated:
             keeper.end_children()

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.runtime import reaper
+from torchrl_rloo.runtime import processes
 
 if TYPE_CHECKING:
     from torchrl_rloo.sandbox.sandbox import Policy, Sandbox, Starter
@@ -120,7 +120,7 @@ class Link:
             with contextlib.suppress(OSError):
                 self._channel.shutdown(socket.SHUT_WR)
             if not self._is_ended(patience):
-                reaper.kill_tree(self._hello["pid"]) if self._hello else self._starter.end()
+                processes.kill_tree(self._hello["pid"]) if self._hello else self._starter.end()
         if not self._in_flight:  # else the request closes it: a loop may still wait for it
             self._channel.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchrl_rloo.runtime.threads import PackageThread
-from torchrl_rloo.weight_update.target import EngineError, EngineTimeoutError, InFlight, WeightTarget
+from torchrl_rloo.weight_update.protocol import EngineError, EngineTimeoutError, InFlight, WeightTarget
 from torchrl_rloo.weight_update.transport import Link
 
 ABORT_SECONDS = 10.0  # limit for engines to cancel a failed update

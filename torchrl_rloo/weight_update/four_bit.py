@@ -32,15 +32,6 @@ def use_exact_products(model: nn.Module) -> nn.Module:
 
     On CPUs with bfloat16 instructions, bitsandbytes repacks the weights of a layer in evaluation mode. The kernel for
     them rounds to bfloat16 and has no gradient. A policy trains in evaluation mode, so its layers must not use it.
-
-    Args:
-        model: model, with or without 4-bit layers. It is changed in place.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        ValueError: if a layer was repacked already, or replaces a ``Conv1D`` (GPT-2), which stores its transpose.
     """
     for name, layer in four_bit_layers(model).items():
         if getattr(layer.quant_state, "packing_format_for_cpu", False):
@@ -59,15 +50,7 @@ def compute_dtype(layer: nn.Module) -> torch.dtype:
 
 
 def dequantize(layer: nn.Module, packed: torch.Tensor) -> torch.Tensor:
-    """Return the weight that a 4-bit layer multiplies with.
-
-    Args:
-        layer: 4-bit layer.
-        packed: whole packed weight of the layer, of one element per byte.
-
-    Returns:
-        ``[out_features, in_features]``, in the compute dtype.
-    """
+    """Return the weight ``[out_features, in_features]`` that a 4-bit layer multiplies with, in its compute dtype."""
     from bitsandbytes.functional import dequantize_4bit
 
     state = copy.copy(layer.quant_state)  # sharding replaces the weight, but not the state of its layer
@@ -76,13 +59,7 @@ def dequantize(layer: nn.Module, packed: torch.Tensor) -> torch.Tensor:
 
 
 def copy_four_bit(weight: nn.Parameter, device: torch.device | str | None, memo: dict[int, Any]) -> nn.Parameter:
-    """Copy the weight of a 4-bit layer to a device.
-
-    Args:
-        weight: packed weight.
-        device: device of the copy; None keeps the weight's.
-        memo: memo of ``copy.deepcopy``, which receives the quantization state that layer and weight share.
-    """
+    """Copy a packed weight to a device; ``memo`` of ``deepcopy`` receives the state that layer and weight share."""
     state = copy.deepcopy(weight.quant_state)
     if device is not None:
         state.to(device)
@@ -97,12 +74,6 @@ def omit_quantization_states(model: nn.Module) -> nn.Module:
 
     They are constants of the base checkpoint, and ``load_state_dict`` of bitsandbytes refuses them. Without them, a
     state dict has the same names whether the model is sharded or not.
-
-    Args:
-        model: model with 4-bit layers. It is changed in place.
-
-    Returns:
-        ``model``.
     """
     model.register_state_dict_post_hook(_omit_states)
     return model
@@ -115,17 +86,7 @@ def _omit_states(model: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 
 def check_shardable(model: nn.Module, parallel: str = "fsdp", tensor_parallel: int = 1) -> None:
-    """Raise if 4-bit layers cannot be distributed over ranks.
-
-    Args:
-        model: model with or without 4-bit layers.
-        parallel: ``"fsdp"`` or ``"ddp"``.
-        tensor_parallel: ranks that split each matrix.
-
-    Raises:
-        ValueError: if a matrix would be split. With FSDP, also if torch is older than 2.12, or weights are stored as
-            floats, which casts change.
-    """
+    """Raise if 4-bit layers cannot be distributed over ranks."""
     if tensor_parallel > 1 and four_bit_layers(model):
         raise ValueError(f"tensor_parallel={tensor_parallel} cannot split weights in 4 bits; set it to 1")
     if parallel != "fsdp":

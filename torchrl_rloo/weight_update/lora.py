@@ -17,11 +17,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Snapshot
-from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, xxh3
+from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, EngineError, InFlight, TargetGroup, WeightTarget, xxh3
 from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.shards import collective, gather, is_sender, reshard
 from torchrl_rloo.weight_update.shared_memory import MEMORY
-from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
 
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # init_lora_weights that change the base
 
@@ -47,7 +46,7 @@ class LoRAPublisher(Publisher):
         model: peft ``PeftModel``. If it is sharded with ``fully_shard``, every rank must make an updater and the same
             calls. Rank 0 sends.
         engines: engines of the base model's checkpoint, or a group of them, see
-            :class:`~torchrl_rloo.weight_update.target.TargetGroup`. They require ``enable_lora=True`` and
+            :class:`~torchrl_rloo.weight_update.protocol.TargetGroup`. They require ``enable_lora=True`` and
             ``max_lora_rank`` of at least the adapter's rank. Ranks other than 0 need none.
         directory: parent of the folders, the same path for all engines. None takes ``/dev/shm``, or the directory for
             temporary files if ``/dev/shm`` is not writable.

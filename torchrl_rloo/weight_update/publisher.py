@@ -15,18 +15,17 @@ from torch import nn
 
 from torchrl_rloo.runtime.ranks import RankError
 from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Peer, Snapshot, StepError
-from torchrl_rloo.weight_update.rotary import check_engine_frequencies
-from torchrl_rloo.weight_update.shards import sharing_ranks
-from torchrl_rloo.weight_update.source import GatherError
-from torchrl_rloo.weight_update.target import (
+from torchrl_rloo.weight_update.protocol import (
     EngineDeadError,
-    EngineError,
     EngineTimeoutError,
     InFlight,
     TargetGroup,
     WeightTarget,
     check_in_flight,
 )
+from torchrl_rloo.weight_update.rotary import check_engine_frequencies
+from torchrl_rloo.weight_update.shards import sharing_ranks
+from torchrl_rloo.weight_update.source import GatherError
 
 _POLL_SECONDS = 0.1  # between looks at a group without members
 
@@ -127,11 +126,11 @@ def _joint(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Publisher(WeightUpdater):
-    """Base class of updaters of engines, which has all state of versions: spent, staged, current, and its snapshot.
+    """Base class of updaters of engines, which has all state of versions: spent, current, and its snapshot.
 
-    :meth:`publish` stages a version while engines sample. :meth:`commit` pauses each engine only to load it. With a
-    :class:`~torchrl_rloo.weight_update.target.TargetGroup`, a push succeeds if at least one member has the version, and
-    members that fail are reported to the group. With plain engines one failure is an error.
+    A push stages a version while engines sample, then pauses each engine only to load it. With a ``TargetGroup``, it
+    succeeds if at least one member has the version, and members that fail are reported to the group. With plain engines
+    one failure is an error.
 
     A subclass says what a snapshot is, and which steps stage and load it. Only ranks that send need engines.
     """
@@ -166,7 +165,7 @@ class Publisher(WeightUpdater):
         for engine in self.engines:
             self._peer(engine)
         self._changed = threading.Condition()
-        self._open: Deliveries | None = None  # of the version that waits for its commit
+        self._open: Deliveries | None = None  # of the push in progress
         self._snapshot: Snapshot | None = None  # of the version that engines have
         self._filled = False  # whether any engine has weights of this publisher
         self._attempted: object = None  # change counts of the weights that an earlier initialize sent
@@ -199,47 +198,11 @@ class Publisher(WeightUpdater):
         """Record measurements of a successful push."""
 
     @_joint
-    def publish(self) -> int:
-        """Send the current weights under a new version to all engines, which stage them and sample on.
-
-        A version that was published before and not committed is dropped. Training may continue after the return.
-
-        Returns:
-            The version, which waits for :meth:`commit`.
-
-        Raises:
-            WeightSyncError: if an engine failed, or all members of a group. The version is spent.
-        """
-        self.version += 1
-        self._stage(self.version, keep=True)
-        with self._cancelling(self.version):
-            self._open.settle()
-        return self.version
-
-    @_joint
-    def commit(self, version: int) -> None:
-        """Activate a published version in all engines that have staged it.
-
-        Raises:
-            ValueError: if ``version`` is not the one that was published last, or was committed already.
-            WeightSyncError: if an engine failed, or all members of a group.
-        """
-        staged = None if self._open is None else self._open.snapshot.version
-        if staged != version:
-            have = "none" if staged is None else staged
-            raise ValueError(f"version={version} must be the one that waits for its commit, which is {have}")
-        self._activate()
-
-    @_joint
     def push_weights(self) -> int:
-        """Publish the current weights, commit them, and return their version.
+        """Send the current weights under a new version, and return it once a member or all engines have them.
 
         If all members of a group fail, nothing could sample with the old weights either. The push then waits for the
         first member that is restarted, once.
-
-        Raises:
-            WeightSyncError: if an engine failed, or all members of a group. The version is spent. The next push sends
-                everything again.
         """
         had_members = self.group is not None and bool(self.group.targets())
         try:
@@ -259,9 +222,6 @@ class Publisher(WeightUpdater):
 
         If an earlier call failed and the model was trained since, they get a new version: some engine may have the
         other weights. All ranks of a sharded model call it before rank 0 collects.
-
-        Raises:
-            WeightSyncError: if an engine failed, or all members of a group.
         """
         if self._filled:
             return
@@ -277,9 +237,6 @@ class Publisher(WeightUpdater):
 
         It may be called from any thread while the model trains, and waits for a push in flight. Before the first push
         the snapshot is taken from the model, unless training has changed it since the publisher was made.
-
-        Raises:
-            WeightSyncError: if the engine failed, or if there is no snapshot.
         """
         with self._lock:
             peer = self._peer(engine)
@@ -312,41 +269,32 @@ class Publisher(WeightUpdater):
         """Continue the numbering of a checkpoint, whose weights the model has."""
         with self._lock:
             super().resume_from(version)
-            self._drop_snapshots()
+            self._drop_snapshot()
             self._filled, self._attempted = False, None
             self._initial_counts = _change_counts(self._trained)
 
     def close(self) -> None:
         """Release the snapshot and the connections. The engines stay open, and a push connects again."""
         with self._lock:
-            self._drop_snapshots()
+            self._drop_snapshot()
             for peer in self._peers.values():
                 peer.disconnect()
 
     def _send(self, version: int) -> None:
-        self._stage(version, keep=self.group is not None)
-        self._activate()
-
-    def _stage(self, version: int, keep: bool) -> None:
-        """Begin to stage the current weights as a version, in place of one that waits for its commit."""
-        self._discard_open()
+        """Send the current weights to all engines, which stage and then load them, and keep their snapshot."""
         self._drop_closed()
         peers = [self._peer(engine) for engine in self._wait_for_targets()]
+        keep = self.group is not None  # to fill members from
         with self._cancelling(version):
             snapshot = self._new_snapshot(version, keep)
-            self._open = self._deliver(snapshot, peers, on_failed=None if self.group is None else self._note_failed)
+            self._open = self._deliver(snapshot, peers, on_failed=self._note_failed if keep else None)
             self._gather(snapshot, self._open)
-
-    def _activate(self) -> None:
-        """Load the open version in all engines, and make its snapshot the current one."""
-        deliveries = self._open
-        with self._cancelling(deliveries.snapshot.version):
-            deliveries.commit()
-        self._open = None
+            self._open.commit()
+        deliveries, self._open = self._open, None
         self._release_current()
-        self._snapshot = deliveries.snapshot
+        self._snapshot = snapshot
         self._note_push(deliveries)
-        self._current_version, self._filled = self._snapshot.version, True
+        self._current_version, self._filled = version, True
 
     def _deliver(
         self, snapshot: Snapshot, peers: Sequence[Peer], on_failed: Callable[[Delivery], None] | None
@@ -412,13 +360,6 @@ class Publisher(WeightUpdater):
         if self.ranks.size > 1:
             self.ranks.broadcast(lambda: (is_order, content))
 
-    def _discard_open(self) -> None:
-        """Drop a version that was published and never committed."""
-        if self._open is not None:
-            self._open.cancel("waiting for the commit", EngineError("a newer version replaced it"))
-            self._release(self._open.snapshot)
-            self._open = None
-
     def _wait_for_targets(self) -> list[WeightTarget]:
         """Return the engines to push to. A group without any may be restarting its members."""
         if self.group is None:
@@ -457,8 +398,7 @@ class Publisher(WeightUpdater):
             self._release(self._snapshot)
             self._snapshot = None
 
-    def _drop_snapshots(self) -> None:
-        self._discard_open()
+    def _drop_snapshot(self) -> None:
         if self._snapshot is not None:
             self._snapshot.tainted = True
             self._release_current()

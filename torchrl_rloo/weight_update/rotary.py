@@ -29,12 +29,7 @@ def _longest_trained(model: nn.Module) -> int | None:
 
 
 def set_context_length(model: nn.Module, length: int) -> None:
-    """Set the longest sequence of a run in tokens, before the first pass of a model.
-
-    Raises:
-        ValueError: if the length is below 1, beyond a table of positions, or the model's frequencies are fixed for
-            another.
-    """
+    """Set the longest sequence of a run in tokens, before the first pass of a model."""
     if length < 1:
         raise ValueError(f"context_length={length} must be at least 1")
     config, limit = model.config.get_text_config(), _longest_trained(model)
@@ -82,13 +77,6 @@ def check_engine_frequencies(model: nn.Module, engine_length: int | None) -> Non
     """Raise unless an engine has the rotary frequencies of the training model.
 
     vLLM takes long factors if its context exceeds the original length. It never scales ``dynamic`` frequencies.
-
-    Args:
-        model: training model.
-        engine_length: context of the engine in tokens; None if the engine does not report it.
-
-    Raises:
-        ValueError: if the frequencies differ.
     """
     config = getattr(model, "config", None)
     rope = _length_dependent(config)

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from torchrl_rloo.runtime.lookup import import_object
-from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
+from torchrl_rloo.weight_update.protocol import EngineError, TensorInfo, pack, packed_size, unpack
 from torchrl_rloo.weight_update.shards import Piece
-from torchrl_rloo.weight_update.target import EngineError
 
 TRANSPORTS: dict[str, type[Transport]] = {}  # by name; each class enters itself when it is imported
 ELSEWHERE = {"object_store": "torchrl_rloo.ray.object_store.ObjectStore"}  # imported at the first use

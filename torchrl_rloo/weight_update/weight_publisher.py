@@ -11,10 +11,18 @@ import torch
 from torch import nn
 
 from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Snapshot
-from torchrl_rloo.weight_update.protocol import CHECKSUMS, TensorInfo, packed_size, plan_buckets
+from torchrl_rloo.weight_update.protocol import (
+    CHECKSUMS,
+    EngineError,
+    InFlight,
+    TargetGroup,
+    TensorInfo,
+    WeightTarget,
+    packed_size,
+    plan_buckets,
+)
 from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.source import GatherOrder, WeightSource, store_buckets
-from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
 from torchrl_rloo.weight_update.transport import Storage, Transport, find_transport
 
 
@@ -67,7 +75,7 @@ class WeightPublisher(Publisher):
 
     Args:
         source: training model, or its :class:`~torchrl_rloo.weight_update.source.WeightSource`.
-        engines: one or more engines, or a :class:`~torchrl_rloo.weight_update.target.TargetGroup` such as an
+        engines: one or more engines, or a :class:`~torchrl_rloo.weight_update.protocol.TargetGroup` such as an
             ``EnginePool``. Other ranks pass ``[]``.
         transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process,
             ``ObjectStore`` if all are in Ray actors, and otherwise :class:`SharedMemory`.

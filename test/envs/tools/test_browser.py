@@ -24,7 +24,7 @@ from torchrl_rloo.envs.tools import ToolError
 from torchrl_rloo.envs.tools.browser import PROGRAMS, Browser, check_hosts, is_allowed
 from torchrl_rloo.envs.transforms import BrowserTransform
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.runtime.reaper import descendants
+from torchrl_rloo.runtime.processes import descendants
 
 needs_browser = pytest.mark.skipif(not any(map(shutil.which, PROGRAMS)), reason="requires Chromium or Chrome")
 

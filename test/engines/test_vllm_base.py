@@ -15,7 +15,7 @@ from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.engines import vllm_async
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
-from torchrl_rloo.engines.vllm_loop import LoopThread
+from torchrl_rloo.engines.vllm_base import LoopThread
 
 
 def test_closing_ends_work_that_takes_its_time_to_end() -> None:
