@@ -159,7 +159,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             num_generations=plan.num_generations,
             transforms=make_transforms(),
             rewards=rewards,
-            after_rewards=cfg.reward.make_shaping(rewards) + scored,
+            after_rewards=cfg.reward.make_after(rewards) + scored,
             sampler=cfg.curriculum.make_sampler(task, train_set, rewards, plan.prompts_per_step),
             seed=cfg.seed,
             **chat,

@@ -18,8 +18,10 @@ from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState
 from torchrl_rloo.collectors.scheduler import LateGroups
 from torchrl_rloo.collectors.staleness import AgeTable, choose_groups, limit_staleness, may_wait, token_staleness
 from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.engines.scripted import ScriptedTurn
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
+from torchrl_rloo.replay import MCAdvantage
 
 
 def heavy_tailed(seed: int) -> Callable[..., ScriptedTurn]:
@@ -98,6 +100,31 @@ def make_row(versions: list[int], previous: list[int] = ()) -> TensorDictBase:
         entries = {"tokens": tokens, "mask": mask, "log_probs": log_probs, "versions": before}
         row.set(keys.PREVIOUS_SEGMENTS, TensorDict(entries | {"sizes": torch.tensor([len(tokens)])}, []))
     return row
+
+
+@pytest.mark.parametrize("credit", ["turn", "token"])
+@pytest.mark.parametrize("on_stale", ["mask", "baseline"])
+def test_rewards_of_stale_turns_stay_in_returns_and_baselines(on_stale: str, credit: str) -> None:
+    """Three turns of one token: the advantage of each is that of a row without stale tokens, on those that are left."""
+    rows = [make_row([3, 5, 5]), make_row([5, 5, 5])]
+    for row, earned in zip(rows, ([0.5, 0.0, 1.0], [0.0, 1.0, 1.0]), strict=True):
+        rewards = torch.zeros(6)
+        rewards[1::2] = torch.tensor(earned)
+        row.set(keys.TOKEN_REWARDS, rewards)
+        row.set(keys.REWARD, rewards.sum().reshape(1, 1))
+        row.set(keys.GROUP_ID, torch.tensor(0))
+
+    def advantages(rows: list[TensorDictBase]) -> list[torch.Tensor]:
+        written = MCAdvantage(2, credit=credit).inv(stack_rows([row.copy() for row in rows]))
+        return [row[keys.ADVANTAGE][:, 0] for row in written.unbind(0)]
+
+    whole = advantages(rows)
+    limited = limit_staleness(rows, 5, 1, on_stale, Counter())
+    left = limited[0][keys.ACTION_MASK]
+    assert left.nonzero()[:, 0].tolist() == ([3, 5] if on_stale == "mask" else [])
+    masked = advantages(limited)
+    assert torch.equal(masked[0], torch.where(left, whole[0], 0.0)) and torch.equal(masked[1], whole[1])
+    assert torch.equal(masked[0][left], whole[0][left]) and whole[0].any() and whole[1].any()
 
 
 @pytest.mark.parametrize("on_stale", ["mask", "baseline"])

@@ -54,6 +54,15 @@ def turns(row) -> list[int]:
     return [t for t in range(len(mask) - 1) if mask[t] and not mask[t + 1]]
 
 
+def test_a_function_knows_the_tokens_of_the_turn(collect):
+    """The sum of what it is told over a row's turns is the number of the row's action tokens."""
+    rows, _, _ = collect(
+        lambda conversation, row: row["turn_tokens"], lambda completions, **_: [0.0] * len(completions)
+    )
+    for row in rows.unbind(0):
+        assert float(row[keys.REWARD]) == int(row[keys.ACTION_MASK].sum())
+
+
 def test_each_turn_has_its_reward_and_the_last_one_that_of_the_whole(collect):
     rows, _, _ = collect(length)
     assert len({int(row[keys.NUM_TURNS]) for row in rows.unbind(0)}) > 1

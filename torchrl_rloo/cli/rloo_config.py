@@ -307,8 +307,9 @@ def check_stored(cfg: RLOOConfig) -> None:
     for name in ("pass_rate", "rerolls"):
         if getattr(cfg.curriculum, name) is not None:
             raise ValueError(f"curriculum.{name} chooses prompts and has no effect {given}; set it to null")
-    if cfg.reward.shaping:
-        raise ValueError(f"reward.shaping has no effect {given}, whose rewards are shaped; set it to []")
+    for name in ("shaping", "turns"):
+        if getattr(cfg.reward, name):
+            raise ValueError(f"reward.{name} has no effect {given}, whose returns are complete; set it to []")
 
 
 def check_reference(cfg: RLOOConfig) -> None:

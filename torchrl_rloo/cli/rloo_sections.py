@@ -155,6 +155,7 @@ class RewardConfig:
     max_consecutive_failures: Count | None = 100  # consecutive failed samples that stop the run; null: never stop
     deduplicate: bool = True  # score identical completions of a prompt once; set false for random rewards
     shaping: list[Any] = field(default_factory=list)  # transforms of scores: [{_target_: ...NormalizeRewards}]
+    turns: list[Any] = field(default_factory=list)  # functions (conversation, row) that reward each turn: dotted paths
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)  # of the functions; failed samples abstain
 
     def __post_init__(self):
@@ -180,11 +181,14 @@ class RewardConfig:
             quarantine=quarantine,
         )
 
-    def make_shaping(self, rewards: RewardTransform) -> list:
-        """Build the transforms of scores."""
+    def make_after(self, rewards: RewardTransform) -> list:
+        """Build what follows the rewards: transforms of scores, then rewards of turns."""
         from hydra.utils import instantiate
 
-        return [instantiate(spec, rewards) for spec in self.shaping]
+        from torchrl_rloo.envs.transforms import TurnRewardTransform
+
+        turns = [import_object(f, "reward.turns") if isinstance(f, str) else instantiate(f) for f in self.turns]
+        return [instantiate(spec, rewards) for spec in self.shaping] + [TurnRewardTransform(f) for f in turns]
 
 
 @dataclass

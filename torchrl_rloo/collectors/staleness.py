@@ -260,6 +260,8 @@ def _mask_actions(row: TensorDictBase, stale: torch.Tensor) -> TensorDictBase:
     # Then the last sample, whose entries are those of the row
     last = stale[split:]
     kept = _without(row[keys.ACTION_MASK], row[keys.LOG_PROBS], last)
+    if keys.TOKEN_REWARDS in row.keys(True) and keys.SAMPLED_MASK not in row.keys():
+        row.set(keys.SAMPLED_MASK, row[keys.ACTION_MASK])  # its rewards stay in the returns and baselines of turns
     masks = {"all_attention_mask": row[keys.ATTENTION_MASK], "all_assistant_mask": kept["mask"]}
     row.set("masks", make_tensorclass_like(row.get("masks"), **masks))
     row.set("log_probs", make_tensorclass_like(row.get("log_probs"), full=kept["log_probs"]))

@@ -41,6 +41,8 @@ Optional entries:
 ``SUPPORT_IDS``               ``[K]``      int32    ids that the sampler's truncation kept, for all action tokens
 ``SUPPORT_SIZES``             ``[A]``      int32    number of those ids of each action token; ``K`` is their sum
 ``ACTION_VERSIONS``           ``[A]``      int64    policy version that sampled each action token
+``SAMPLED_MASK``              ``[T]``      bool     action mask before tokens beyond the bound on staleness left it, in
+                                                    rows with token rewards
 ``STATE_VALUE``               ``[T, 1]``   float32  value estimate before each action token, 0 elsewhere
 ``VALUE_TARGET``              ``[T, 1]``   float32  regression target of the value estimate
 ``SAMPLE_WEIGHT``             ``[]``       float32  factor of the row's loss
@@ -96,6 +98,7 @@ PROXIMAL_ENTROPY = ("proximal_entropy", "full")
 SUPPORT_IDS = ("support", "ids")
 SUPPORT_SIZES = ("support", "sizes")
 ACTION_VERSIONS = "action_versions"
+SAMPLED_MASK = "sampled_mask"
 STATE_VALUE = "state_value"
 VALUE_TARGET = "value_target"
 SAMPLE_WEIGHT = "sample_weight"
@@ -131,6 +134,7 @@ RESERVED = frozenset(
         "proximal_log_probs",
         "proximal_entropy",
         ACTION_VERSIONS,
+        SAMPLED_MASK,
         STATE_VALUE,
         VALUE_TARGET,
         SAMPLE_WEIGHT,

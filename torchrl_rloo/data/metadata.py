@@ -21,7 +21,14 @@ from torchrl_rloo.functional.statistics import ngram_statistics, sequence_hash
 
 # Entries that grow with the number of tokens
 _TOKEN_ENTRIES = {"tokens", "masks", "log_probs", "text", "history", "support", keys.PREVIOUS_SEGMENTS}
-_TOKEN_ENTRIES |= {"ref_log_probs", "token_rewards", keys.ACTION_VERSIONS, "proximal_log_probs", "proximal_entropy"}
+_TOKEN_ENTRIES |= {
+    "ref_log_probs",
+    "token_rewards",
+    keys.ACTION_VERSIONS,
+    keys.SAMPLED_MASK,
+    "proximal_log_probs",
+    "proximal_entropy",
+}
 TOKEN_SUMS = (keys.ACTION_COUNT, keys.SURPRISAL, keys.KL_TO_REF)
 TOKEN_STATISTICS = (*TOKEN_SUMS, keys.COMPLETION_HASH, keys.NGRAM_SKETCH, keys.REPETITION)
 METADATA_KEYS = frozenset({keys.TOKEN_COUNT, keys.VERSION_COUNTS, *TOKEN_STATISTICS})  # of metadata only

@@ -190,18 +190,21 @@ class ActionTokens(NamedTuple):
     mask: torch.Tensor  # [B, A] bool, True on the first A_i entries of a row with A_i action tokens
 
 
-def action_tokens(rows: TensorDictBase, padding_id: int = 0) -> ActionTokens:
+def action_tokens(rows: TensorDictBase, padding_id: int = 0, *, sampled: bool = False) -> ActionTokens:
     """Pad the rows' tokens and locate their action tokens.
 
     Args:
         rows: batch of size ``[B]`` with token ids and action masks.
         padding_id: id of padding tokens.
+        sampled: True also locates the tokens that left the action mask because they were too stale.
 
     Raises:
         ValueError: if a row's first token is an action token. No token precedes it, so it has no log-prob.
     """
     tokens = pad(ragged(rows, keys.TOKENS), padding_id)
-    action_mask = pad(ragged(rows, keys.ACTION_MASK), False)
+    masks = [row.get(keys.SAMPLED_MASK, None) if sampled else None for row in unbind_rows(rows)]
+    kept = ragged(rows, keys.ACTION_MASK)
+    action_mask = pad([own if mask is None else mask for own, mask in zip(kept, masks, strict=True)], False)
     if action_mask[:, :1].any():
         raise ValueError("the first token of a row is an action token; give every prompt at least one token")
     counts = action_mask.sum(1)
@@ -305,7 +308,7 @@ _NON_TENSOR_TEMPLATE = NonTensorData("")  # the first instance completes the cla
 # Entries that no loss reads. All others are compared, also those that a user adds.
 BOOKKEEPING: frozenset[NestedKey] = frozenset(
     {keys.GROUP_ID, keys.GROUP_SIZE, keys.PROMPT_ID, keys.SEED, keys.MAX_NEW_TOKENS}
-    | {keys.POLICY_VERSION, keys.ACTION_VERSIONS}
+    | {keys.POLICY_VERSION, keys.ACTION_VERSIONS, keys.SAMPLED_MASK}
 )
 
 

@@ -15,7 +15,14 @@ from tensordict import NestedKey, TensorDictBase
 from torch import distributed
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import ActionTokens, action_tokens, gather_actions, spread_actions, stack_rows
+from torchrl_rloo.data.rows import (
+    ActionTokens,
+    action_tokens,
+    gather_actions,
+    place_actions,
+    spread_actions,
+    stack_rows,
+)
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.functional.advantages import (
     ESTIMATORS,
@@ -211,9 +218,13 @@ class MCAdvantage(BufferTransform):
         batch = stack_rows(rows) if self.credit.per_token or self.kl is not None else None
         actions = None if batch is None else action_tokens(batch)
 
-        # Baseline: compare the rows of each group
-        estimates = self.credit(Groups(rows, index, actions, self.estimator))
+        # Baseline: compare the rows of each group, with the rewards of tokens that were too stale to train on
+        sampled = action_tokens(batch, sampled=True) if self.credit.per_token else actions
+        estimates = self.credit(Groups(rows, index, sampled, self.estimator))
         advantages, mask = estimates.advantages, estimates.has_signal
+        if self.credit.per_token:
+            trained = actions.action_mask[sampled.action_mask]
+            advantages, mask = (place_actions(each[sampled.mask][trained], actions) for each in (advantages, mask))
 
         # Add the KL after the baseline, so that rows are compared by their rewards only
         if self.kl is not None:

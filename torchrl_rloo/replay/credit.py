@@ -218,8 +218,9 @@ def _token_rewards(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_token_rewards(row: TensorDictBase) -> None:
     """Raise a ValueError if a row has a token reward at a token that is not an action."""
-    rewards = row.get(keys.TOKEN_REWARDS, None)
-    if rewards is not None and rewards[~row[keys.ACTION_MASK]].nan_to_num(0.0).any():
+    rewards, sampled = row.get(keys.TOKEN_REWARDS, None), row.get(keys.SAMPLED_MASK, None)
+    sampled = row[keys.ACTION_MASK] if sampled is None else sampled
+    if rewards is not None and rewards[~sampled].nan_to_num(0.0).any():
         raise ValueError(
             f"{keys.TOKEN_REWARDS!r} has a reward at a token that is not an action, so no action would get it: move it "
             "to the last action token before"

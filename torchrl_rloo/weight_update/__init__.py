@@ -7,7 +7,7 @@ from torchrl_rloo.weight_update.protocol import WeightTarget
 from torchrl_rloo.weight_update.publisher import WeightSyncError, WeightUpdater
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
-from torchrl_rloo.weight_update.transport import Direct
+from torchrl_rloo.weight_update.transport import Direct, Receiver, Storage, Transport
 from torchrl_rloo.weight_update.vllm_gpu import VLLMIPC, VLLMNCCL
 from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
@@ -16,8 +16,11 @@ __all__ = [
     "Files",
     "InProcessWeightUpdater",
     "LoRAPublisher",
+    "Receiver",
     "SequentialWeightUpdater",
     "SharedMemory",
+    "Storage",
+    "Transport",
     "VLLMIPC",
     "VLLMNCCL",
     "WeightPublisher",

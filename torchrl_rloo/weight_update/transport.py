@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,28 +14,45 @@ from torchrl_rloo.weight_update.protocol import EngineError, TensorInfo, pack, p
 from torchrl_rloo.weight_update.shards import Piece
 
 TRANSPORTS: dict[str, type[Transport]] = {}  # by name; each class enters itself when it is imported
+OWN = "TORCHRL_RLOO_TRANSPORTS"  # environment variable: dotted paths of users' transports, with commas
 ELSEWHERE = {"object_store": "torchrl_rloo.ray.object_store.ObjectStore"}  # imported at the first use
 
 
 class Receiver(ABC):
-    """Receiving end of a transport, in worker ``rank`` of an engine, with the ``options`` of the :class:`Link`."""
+    """Receiving end of a transport, in a worker of an engine.
+
+    Args:
+        options: options of the :class:`Link`.
+        device: device of the engine's weights.
+        rank: number of the worker in its engine.
+    """
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):  # noqa: B027
         pass
 
     @abstractmethod
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors of one bucket, which do not change until the update ends in this engine."""
+        """Return the tensors of one bucket, which do not change until the update ends in this engine.
+
+        Args:
+            infos: name, dtype and shape of each tensor, in the order to return.
+            payload: what :meth:`Link.send` gave at the trainer.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Release resources."""
 
 
 class Storage(ABC):
-    """Buckets of one version at the trainer."""
+    """Buckets of one version at the trainer.
 
-    window: int | None = None  # number of latest buckets that remain; None if all do
-    kept: bool = True  # whether all buckets remain while the training model changes
+    Attributes:
+        window: number of latest buckets that remain. None if all do.
+        kept: whether all buckets remain while the training model changes, so that an engine may be filled later.
+    """
+
+    window: int | None = None
+    kept: bool = True
 
     @abstractmethod
     def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
@@ -75,7 +93,11 @@ class Link:
 
 
 class Transport(ABC):
-    """Sending end of a transport, whose ``name`` is that in ``connect``."""
+    """Sending end of a transport: a subclass sets its ``name`` and its class of ``receiver``.
+
+    An engine in another process finds both ends by the name. There, the environment variable
+    ``TORCHRL_RLOO_TRANSPORTS`` must list the dotted path of a transport of your own.
+    """
 
     name: ClassVar[str]
     receiver: ClassVar[type[Receiver]]
@@ -101,11 +123,18 @@ class Transport(ABC):
 
 
 def find_transport(name: str) -> type[Transport]:
-    """Return the transport of a name, or raise EngineError if there is none."""
+    """Return the transport of a name, or raise EngineError if there is none.
+
+    A process that has not imported a user's transport finds it by the environment variable :data:`OWN`.
+    """
     if name not in TRANSPORTS and name in ELSEWHERE:
         return import_object(ELSEWHERE[name], "transport")
     if name not in TRANSPORTS:
-        raise EngineError(f"transport={name!r} must be one of {sorted(TRANSPORTS.keys() | ELSEWHERE)}")
+        for path in filter(None, os.environ.get(OWN, "").split(",")):
+            import_object(path.strip(), OWN)
+    if name not in TRANSPORTS:
+        known = sorted(TRANSPORTS.keys() | ELSEWHERE)
+        raise EngineError(f"transport={name!r} must be one of {known}; list your own in {OWN}=my_module.MyTransport")
     return TRANSPORTS[name]
 
 

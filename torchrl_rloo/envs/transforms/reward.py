@@ -15,7 +15,7 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import Returns, SeparateScores, WeightedScores, final_return
-from torchrl_rloo.data.rows import non_tensor_value, set_entries
+from torchrl_rloo.data.rows import copy_row, non_tensor_value, set_entries
 from torchrl_rloo.data.segments import action_ids, refuse_segments
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
@@ -300,8 +300,9 @@ class TurnRewardTransform(CountingTransform):
 
     Args:
         function: ``f(conversation, row) -> float``, the reward of the conversation's last message, which is the
-            policy's turn. ``row`` holds the dataset's columns. It must be sync and fast, since it blocks the other
-            conversations. None adds nothing to the environment's rewards.
+            policy's turn. ``row`` holds the dataset's columns, and ``row["turn_tokens"]`` is the number of tokens that
+            were sampled in the turn. It must be sync and fast, since it blocks the other conversations. None adds
+            nothing to the environment's rewards.
 
     Attributes:
         counts: ``"turn_reward/failed_turns"``, for which the function raised or returned no finite number; their
@@ -313,7 +314,7 @@ class TurnRewardTransform(CountingTransform):
 
     Example:
         >>> def brief(conversation, row):
-        ...     return -0.1 if len(conversation[-1]["content"]) > 100 else 0.0
+        ...     return -0.01 * max(0, row["turn_tokens"] - 50)
         >>> TurnRewardTransform(brief).counts["turn_reward/failed_turns"]
         0
     """
@@ -361,8 +362,9 @@ class TurnRewardTransform(CountingTransform):
         while conversation[-1]["role"] != "assistant":
             conversation = conversation[:-1]
         # A failure makes the conversation abstain
+        sampled = int(next_row[keys.ACTION_MASK][len(row[keys.PROMPT_TOKENS]) :].sum())
         try:
-            value = float(self.function(conversation, row))
+            value = float(self.function(conversation, copy_row(row).set("turn_tokens", sampled)))
         except Exception:
             _LOGGER.exception("the reward of a turn failed; its conversation abstains")
             value = float("nan")
