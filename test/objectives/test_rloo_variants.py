@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase
 
+from support.gradients import assert_same_gradient, gradient_of
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.functional import Clip, RatioSpec
@@ -346,19 +347,6 @@ def model_rows(exact_model, rows_of) -> TensorDictBase:
     return rows_of(own, 300, torch.float32)
 
 
-def gradient_of(module: torch.nn.Module, *losses: torch.Tensor) -> list[torch.Tensor]:
-    module.zero_grad()
-    for loss in losses:
-        loss.backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-
-def assert_same_gradient(ours: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    scale = max(float(g.norm()) for g in expected)
-    for a, b in zip(ours, expected, strict=True):
-        assert float((a.double() - b.double()).norm()) <= tolerance * max(scale, 1e-8)
-
-
 # --- values and gradients ---
 
 
@@ -378,7 +366,7 @@ def check(loss: RLOOLoss, module, rows, exact: Exact, chosen: dict, tolerance: f
     assert_same_gradient(gradient_of(module, out.loss), gradient, tolerance)
 
 
-@pytest.mark.parametrize(("chosen", "entries"), DRAWN, ids=IDS)
+@pytest.mark.parametrize(("chosen", "entries"), DRAWN[::4], ids=IDS[::4])
 def test_loss_and_gradients_of_a_transformer_equal_a_plain_implementation(
     model, tokenizer, exact_model, model_rows, rows_with, chosen, entries
 ):
@@ -424,7 +412,7 @@ def test_micro_batches_in_any_order_give_the_whole(bigram, bigram_rows, rows_wit
     chosen, entries = DRAWN[draw]
     loss, rows = RLOOLoss(bigram, **chosen), rows_with(bigram_rows, *entries)
     whole, normalizers = loss(rows), loss.normalizers(rows)
-    parts = [loss(piece, normalizers) for piece in pieces_of(rows, order, cuts)]
+    parts = [loss(piece, normalizers) for piece in [*pieces_of(rows, order, cuts), rows[:0]]]
     assert_same_gradient(gradient_of(bigram, *(p.loss for p in parts)), gradient_of(bigram, whole.loss), TOLERANCE)
     for name in RLOOLossOutput.loss_terms():
         assert sum(number(p, name) for p in parts) == pytest.approx(number(whole, name), abs=1e-5)
@@ -468,15 +456,6 @@ def test_rows_left_out_for_their_zero_advantage_still_count_in_the_clip_ratios(b
     assert whole["clip_ratio/region_mean"] > 0
 
 
-def test_no_rows_have_nothing_to_count_or_learn(bigram, bigram_rows):
-    for settings_ in ({}, {"ratio": "token", "high_entropy_fraction": 0.5, "mask_truncated_completions": True}):
-        loss = RLOOLoss(bigram, **settings_)
-        normalizers = loss.normalizers(bigram_rows[:0])
-        assert normalizers.num_rows == normalizers.num_tokens == 0
-        out = loss(bigram_rows[:0], loss.normalizers(bigram_rows))
-        assert all(not g.any() for g in gradient_of(bigram, out.loss))
-
-
 def test_the_units_of_the_clip_are_rows_of_any_length(bigram, bigram_rows):
     """This holds even if no row of the batch has more than one action token."""
     single = stack_rows([bigram_rows[3].clone(), bigram_rows[3].clone()])
@@ -485,22 +464,6 @@ def test_the_units_of_the_clip_are_rows_of_any_length(bigram, bigram_rows):
         row[keys.TRUNCATED].fill_(i == 1)
     out = RLOOLoss(bigram, mask_truncated_completions=True)(single)
     assert out.clip_fraction.item() == out.clip_fraction_low.item() == 0.5
-
-
-@settings(deadline=None, max_examples=25)
-@given(draws, orders)
-def test_the_order_of_rows_does_not_matter(bigram, bigram_rows, rows_with, draw, order):
-    chosen, entries = DRAWN[draw]
-    loss, rows = RLOOLoss(bigram, **chosen), rows_with(bigram_rows, *entries)
-    out, shuffled = loss(rows), loss(stack_rows([rows[i] for i in order]))
-    for name in loss.out_keys:
-        a, b = getattr(shuffled, name), getattr(out, name)
-        if name == "log_ratio" and "merged" not in entries:
-            b = b[torch.tensor(order)]
-        if name == "log_ratio":
-            a, b = a.sort().values, b.sort().values
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert_same_gradient(gradient_of(bigram, shuffled.loss), gradient_of(bigram, out.loss), TOLERANCE)
 
 
 def copies_of(rows: TensorDictBase) -> TensorDictBase:
@@ -526,17 +489,6 @@ def test_a_row_that_stands_for_several_is_the_same_as_those(bigram, bigram_rows,
         )
 
 
-@pytest.mark.parametrize("draw", range(1, 60, 4))
-def test_a_longer_row_in_the_batch_changes_no_other(model, tokenizer, model_rows, rows_with, draw):
-    chosen, entries = DRAWN[draw]
-    rows = rows_with(model_rows, *entries)
-    loss = RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False), **chosen)
-    normalizers, short, long = loss.normalizers(rows), stack_rows([rows[0]]), stack_rows([rows[4]])
-    apart = gradient_of(model, loss(short, normalizers).loss, loss(long, normalizers).loss)
-    together = gradient_of(model, loss(stack_rows([rows[0], rows[4]]), normalizers).loss)
-    assert_same_gradient(together, apart, 1e-5)
-
-
 @pytest.mark.parametrize(("chosen", "entries"), DRAWN, ids=IDS)
 def test_rows_of_zero_advantage_may_go_where_the_loss_says_so(bigram, bigram_rows, rows_with, chosen, entries):
     rows, loss = rows_with(bigram_rows, *entries), RLOOLoss(bigram, **chosen)
@@ -551,35 +503,9 @@ def test_rows_of_zero_advantage_may_go_where_the_loss_says_so(bigram, bigram_row
         assert max(float((a - b).abs().max()) for a, b in zip(ours, whole, strict=True)) > 1e-6
 
 
-@pytest.mark.parametrize("ratio", [ratio for ratio in RATIO_CHOICES if ratio != "sequence"])
-def test_equal_advantages_of_all_tokens_are_the_same_as_one_of_the_row(bigram, bigram_rows, ratio):
-    spread = [row.clone() for row in bigram_rows.unbind(0)]
-    for row in spread:
-        row[keys.ADVANTAGE] = row[keys.ADVANTAGE].expand(len(row[keys.TOKENS]), 1) * row[keys.ACTION_MASK][:, None]
-    loss = RLOOLoss(bigram, ratio=ratio)
-    ours, expected = loss(stack_rows(spread)), loss(bigram_rows)
-    assert ours.loss.item() == pytest.approx(expected.loss.item(), abs=1e-6)
-    assert_same_gradient(gradient_of(bigram, ours.loss), gradient_of(bigram, expected.loss), TOLERANCE)
-
-
 def test_one_action_has_one_advantage(bigram, bigram_rows, rows_with):
     with pytest.raises(ValueError, match="ratio.*advantage for each token.*sequence_mean"):
         RLOOLoss(bigram, ratio="sequence")(rows_with(bigram_rows, "token_advantages"))
-
-
-@pytest.mark.parametrize("ratio", [ratio for ratio in RATIO_CHOICES if ratio != "sequence"])
-def test_on_policy_the_gradient_is_that_of_each_tokens_own_advantage(bigram, bigram_rows, rows_with, ratio):
-    rows = rows_with(bigram_rows, "token_advantages")
-    scored = bigram.score(rows)
-    fresh = [row.clone() for row in rows.unbind(0)]
-    for i, row in enumerate(fresh):
-        row[keys.LOG_PROBS][row[keys.ACTION_MASK]] = scored.log_probs[i][scored.actions.mask[i]].detach()
-    advantages = [row[keys.ADVANTAGE][row[keys.ACTION_MASK], 0] for row in rows.unbind(0)]
-    reinforce = sum(-(a * scored.log_probs[i][scored.actions.mask[i]]).sum() for i, a in enumerate(advantages)) / len(
-        rows
-    )
-    out = RLOOLoss(bigram, ratio=ratio)(stack_rows(fresh))
-    assert_same_gradient(gradient_of(bigram, out.loss), gradient_of(bigram, reinforce), TOLERANCE)
 
 
 # --- metrics ---
@@ -743,11 +669,6 @@ def test_invalid_settings_are_refused(bigram, name):
     chosen, message = IMPOSSIBLE[name]
     with pytest.raises(ValueError, match=message):
         RLOOLoss(bigram, **chosen)
-
-
-def test_unknown_arguments_are_type_errors(bigram):
-    with pytest.raises(TypeError, match="beta"):
-        RLOOLoss(bigram, beta=0.1)
 
 
 NEEDED = {
