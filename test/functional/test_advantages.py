@@ -207,7 +207,7 @@ class Threads:
         self.values[rank] = value
         self.barrier.wait()
         stacked = torch.stack(self.values)
-        self.barrier.wait()  # nobody writes the next value while another still reads
+        self.barrier.wait()  # no rank writes the next value while another reads
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
 

@@ -26,12 +26,6 @@ def second_turn(policy, prompt_rows) -> TensorDictBase:
     return rows
 
 
-def test_earlier_turns_keep_their_actions(policy, second_turn) -> None:
-    before = int(second_turn[0][keys.ACTION_MASK].sum())
-    row = policy(second_turn)[0]
-    assert int(row[keys.ACTION_MASK].sum()) == before + len(row[keys.RESPONSE_TOKENS])
-
-
 @pytest.mark.parametrize("key", [keys.ACTION_MASK, keys.LOG_PROBS])
 @pytest.mark.parametrize("change", [lambda values: values[:-2], lambda values: values.repeat(2)])
 def test_another_length_than_that_of_the_ids_is_refused(policy, second_turn, key, change) -> None:
