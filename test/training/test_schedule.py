@@ -30,7 +30,7 @@ def rates(total: int, name: str = "linear", **kwargs) -> list[float]:
     ("total", "warmup"), [(4, 0), (8, 4), (9, None), (20, None), (49, None), (50, None), (300, None)]
 )
 def test_rates_equal_their_formulas(name, total, warmup):
-    """By default the rise takes a tenth of the run, at most five steps, and none of a run of less than ten."""
+    """Compare with formulas; the default rise takes a tenth of a run of ten steps or more, at most five."""
     rise = warmup if warmup is not None else {9: 0, 20: 2, 49: 4, 50: 5, 300: 5}[total]
     for final in (0.0, 0.5, 1.0):
         settings = {} if name == "constant" else {"final_fraction": final}
