@@ -10,7 +10,7 @@ from support.collecting import G
 from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.engines import EnginePool, Request, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.occupancy import Occupancy, OccupancyMeter, Reading
-from torchrl_rloo.envs.activity import STATES, Activity, ActivityWindow, Presence, Profile, spending
+from torchrl_rloo.envs.activity import STATES, Activity, Profile, spending
 from torchrl_rloo.envs.turn_transform import TurnTransform
 
 ENGINE_S, ENVIRONMENT_S, TOOLS_S, REWARDS_S = 2.0, 3.0, 4.0, 1.0
@@ -183,22 +183,3 @@ def test_a_profile_keeps_all_time_in_few_bins(first, second):
         total = sum(seconds * numbers[state] for _, seconds, numbers in first + second)
         held = sum(cells[state] for cells in profiles[0].bins.values())
         assert held == pytest.approx(total, rel=1e-4, abs=1e-2)
-
-
-def test_a_profile_shows_when_conversations_waited():
-    clock = Clock()
-    activity = Activity(clock)
-    one, other = Presence(activity), Presence(activity)
-    one.enter("engine")
-    clock.wait(1.0)
-    other.enter("engine")
-    clock.wait(1.0)
-    one.enter("rewards")
-    clock.wait(1.0)
-    one.leave(), other.leave()
-    window = ActivityWindow()
-    window.merge(activity.take())
-    engine, rewards = STATES.index("engine"), STATES.index("rewards")
-    numbers = dict(window.profile.numbers(1000.0, 1003.0))
-    assert [numbers[1000.0 + t][engine] for t in (0.5, 1.5, 2.5)] == [1.0, 2.0, 1.0]
-    assert [numbers[1000.0 + t][rewards] for t in (0.5, 1.5, 2.5)] == [0.0, 0.0, 1.0]

@@ -156,12 +156,6 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
             "must have a column 'question', got .*'chosen', 'prompt', 'rejected'.*rename",
         ),
         (INTEL, {"question": " ", **TEXTS}, "column 'question' must contain non-blank text.*remove the row"),
-        (INTEL, {"question": "2+2?", "chosen": "4", "rejected": "4"}, "'chosen' and 'rejected' have the same answer"),
-        (
-            INTEL,
-            {"question": "2+2?", "chosen": "\n", "rejected": "4"},
-            "column 'chosen' must contain non-blank text",
-        ),
         (
             INTEL,
             {"question": "2+2?", "chosen": 4, "rejected": "4"},
@@ -177,18 +171,8 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
         (CHAT, {"chosen": [BAD, GOOD], "rejected": [BAD, BAD]}, "message 0 has role 'assistant' after 'nothing'"),
         (
             CHAT,
-            {"chosen": [ASK, SYSTEM, GOOD], "rejected": [ASK, SYSTEM, BAD]},
-            "message 1 has role 'system' after 'user'",
-        ),
-        (
-            CHAT,
             {"chosen": [ASK, GOOD, GOOD], "rejected": [ASK, GOOD, BAD]},
             "the answer has role 'assistant' after 'assist",
-        ),
-        (
-            CHAT,
-            {"chosen": [{"role": "user"}, GOOD], "rejected": [ASK, BAD]},
-            "message 0 of column 'chosen' must have text",
         ),
         (
             "chatml.ultra",
@@ -196,7 +180,6 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
             "column 'prompt' must be the prompt in column 'chosen'.*argilla_chat",
         ),
         ("chatml", {"text": "2+2?", **TEXTS}, "one of the columns .* but has 0; name the layout"),
-        ("chatml", {"prompt": "2+2?", "input": "", **TEXTS}, "one of the columns .* but has 2"),
         ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4"}]}, "column 'answers' must contain a list"),
         ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4", "rank": 1}]}, "at least two different ranks"),
         (

@@ -83,19 +83,6 @@ def log_prob(model, row: TensorDictBase, mean: bool) -> torch.Tensor:
     return sum(values) / (len(values) if mean else 1)
 
 
-def plain_pair(name: str, w: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    c = COEFFICIENTS[name]
-    if name == "dpo":
-        right, wrong = (torch.sigmoid(sign * c["beta"] * (w - r)).log() for sign in (1, -1))
-        return -(1 - c["label_smoothing"]) * right - c["label_smoothing"] * wrong
-    if name == "ipo":
-        return (w - r - 0.5 / c["beta"]) ** 2
-    if name == "simpo":
-        return -torch.sigmoid(c["beta"] * (w - r) - c["gamma"]).log() - c["cpo_alpha"] * w
-    odds = [p.exp() / (1 - p.exp()) for p in (w, r)]
-    return -w - c["alpha"] * torch.sigmoid((odds[0] / odds[1]).log()).log()
-
-
 @pytest.mark.parametrize("name", PAIRED)
 def test_pairs_have_the_loss_gradient_and_metrics_of_the_definition(make_loss, policy, reference, pairs, name):
     model, ref, objective = (
@@ -109,7 +96,7 @@ def test_pairs_have_the_loss_gradient_and_metrics_of_the_definition(make_loss, p
         with torch.no_grad():
             base = [log_prob(ref, row[part], objective.mean) for part in (CHOSEN, REJECTED)]
         scores = [p - q for p, q in zip(own, base, strict=True)] if objective.reference else own
-        losses.append(plain_pair(name, *scores))
+        losses.append(objective(**COEFFICIENTS[name])(*scores))
         rewards.append([COEFFICIENTS[name].get("beta", 1.0) * s.item() for s in scores])
         log_probs.append([p.item() for p in own])
     out = make_loss(name)(pairs)

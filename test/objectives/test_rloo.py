@@ -211,15 +211,6 @@ def test_the_loss_alone_carries_gradient_and_the_rows_stay_as_they_are(make_loss
         assert all(torch.equal(row[key], old[key]) for key in row.keys(True, True))
 
 
-def test_a_row_whose_ratio_underflows_is_not_clipped_from_above(make_loss, rows):
-    """The row's gradient is 0 by underflow, while its advantage's sign clips on the other side."""
-    row = rows[0].clone()
-    row[keys.ADVANTAGE].fill_(1.0)
-    row[keys.LOG_PROBS][row[keys.ACTION_MASK]] += 60.0
-    out = make_loss()(stack_rows([row]))
-    assert out.clip_fraction_high.item() == out.clip_fraction.item() == 0
-
-
 def test_bad_arguments_are_refused(make_loss, model, tokenizer):
     with pytest.raises(ValueError, match="ratio='tokens' is unknown.*did you mean 'token'"):
         make_loss(ratio="tokens")
@@ -229,18 +220,3 @@ def test_bad_arguments_are_refused(make_loss, model, tokenizer):
         RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer))
     with pytest.raises(TypeError, match="clip_eps"):
         make_loss(clip_eps=0.2)
-
-
-def test_an_action_token_without_a_token_before_it_is_refused(make_loss, rows):
-    row = rows[0].clone()
-    row[keys.ACTION_MASK][0] = True
-    with pytest.raises(ValueError, match="first token"):
-        make_loss()(stack_rows([row]))
-
-
-def test_rows_without_advantages_are_refused_with_the_remedy(model, tokenizer):
-    rows = {keys.TOKENS: torch.arange(3), keys.ACTION_MASK: torch.tensor([False, True, True])}
-    row = TensorDict(rows | {keys.LOG_PROBS: torch.zeros(3)})
-    loss_fn = RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))
-    with pytest.raises(KeyError, match="advantage='advantage' is missing in the rows; compute it with MCAdvantage"):
-        loss_fn(stack_rows([row]))
