@@ -39,13 +39,13 @@ from support.engines import (  # noqa: F401  fixtures
 )
 from support.fork_server import ForkServer
 from support.hermetic import refuse_remote_connections
-from support.judges import math_judge, one_judge  # noqa: F401  fixtures
 from support.ray_cluster import functions_by_value, ray_cluster  # noqa: F401  fixtures
 from support.tutorials import WARM_START_STEPS
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start
 from torchrl_rloo.envs.tools import Workspace
+from torchrl_rloo.rewards.math_judge import MathJudge
 from torchrl_rloo.runtime.lookup import import_room
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; its children would ignore it, too
@@ -291,3 +291,15 @@ def bpe(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTok
 def random_model(make_model: Callable[..., PreTrainedModel], bpe: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Random model whose turns end after about six tokens."""
     return make_model(bpe, end_bias=7.0)
+
+
+@pytest.fixture(scope="session")
+def math_judge() -> MathJudge:
+    """Judge of mathematical answers that tests share: its process takes two seconds to start."""
+    return MathJudge()
+
+
+@pytest.fixture
+def one_judge(math_judge: MathJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared judge of the rewards in a test; copies of rewards have separate judges."""
+    monkeypatch.setattr("torchrl_rloo.rewards.accuracy.MathJudge", lambda timeout: math_judge)

@@ -72,20 +72,6 @@ def test_a_failed_turn_ends_its_conversation(scripted: Callable, make_env, rando
     assert loss.loss_objective.isfinite()
 
 
-def test_one_refused_request_fails_its_conversation_alone(scripted: Callable) -> None:
-    """With the default settings, 20 batches with refused requests are whole, and leave no session open."""
-    sessions = Sessions()
-
-    def play(request, index) -> ScriptedTurn:
-        return ScriptedTurn([40], error=EngineError("refused") if index % 5 == 4 else None)
-
-    collector = scripted(sessions, play=play)
-    for batch in range(20):
-        rows = collector.collect()
-        assert groups_of(rows)[::G] == [2 * batch, 2 * batch + 1] and not sessions.open
-    assert collector.counts["collector/failed_turns"] == 16
-
-
 def test_failures_in_a_row_end_the_run(scripted: Callable, bpe) -> None:
     sessions = Sessions()
     play = failing_script(bpe.eos_token_id, lambda turn, number: True)

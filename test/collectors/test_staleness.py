@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from itertools import permutations
+from collections.abc import Callable, Sequence
+from itertools import combinations, permutations
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 
 from support.collecting import Bump, G, Gate, groups_of, in_state
 from support.waiting import PATIENCE, in_thread, wait_until
-from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState
+from torchrl_rloo.collectors.ledger import GroupLedger, GroupState
 from torchrl_rloo.collectors.scheduler import LateGroups
-from torchrl_rloo.collectors.staleness import AgeTable, choose_groups, limit_staleness, may_wait, token_staleness
+from torchrl_rloo.collectors.staleness import AgeTable, limit_staleness, token_staleness
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.engines.scripted import ScriptedTurn
@@ -149,56 +151,10 @@ def test_stale_tokens_leave_the_loss_in_all_samples_of_a_row(on_stale: str) -> N
 # Choice of groups
 
 
-def group(group_id: int, version: int) -> Group:
-    return Group(group_id, 0, version=version)
-
-
-@pytest.mark.parametrize("per_batch", [1, 2])
-@pytest.mark.parametrize("bound", [0, 1, 2, 3])
-def test_waiting_groups_agree_with_a_search_of_all_orders(bound: int, per_batch: int) -> None:
-    rng, outcomes = random.Random(bound), Counter()
-    for _ in range(60):
-        ages = [rng.randint(0, 3) for _ in range(rng.randint(0, 5))]
-        groups = [group(i, 10 - age) for i, age in enumerate(ages)]
-        in_bound = [age for age in ages if age <= bound]
-        expected = any(
-            all(age + 1 + i // per_batch <= bound for i, age in enumerate(order)) for order in permutations(in_bound)
-        )
-        assert may_wait(groups, per_batch, 10, bound) == expected
-        outcomes[expected] += 1
-    assert outcomes[True]
-
-
-def test_the_most_urgent_groups_are_chosen_or_waited_for() -> None:
-    def choose(complete: list[int], running: list[int], needed: int = 1, bound: int = 1) -> list[int] | None:
-        """Return the ages of the chosen groups."""
-        groups = [group(i, 10 - age) for i, age in enumerate((*complete, *running))]
-        chosen = choose_groups(groups[: len(complete)], groups[len(complete) :], needed, needed, 10, bound)
-        return None if chosen is None else [10 - each.version for each in chosen]
-
-    assert choose([0, 1], []) == [1], "the oldest, whatever the order of draws"
-    assert choose([0, 0], [0], needed=2) == [0, 0]
-    assert choose([0], [1]) is None, "a running group would be late"
-    assert choose([1], [1]) == [1], "one of them is late in any case"
-    assert choose([1, 1, 1], [], needed=2) == [1, 1], "waiting does not help"
-    assert choose([5, 0], []) == [5], "beyond the bound, but there is time"
-    assert choose([5, 1], []) == [1], "others would be late"
-    assert choose([5], [1]) is None
-    assert choose([0], [5]) == [0], "waiting cannot help a group beyond the bound"
-
-
-class CountedGroups(dict):
-    """Groups of a ledger that count how many of them are looked at."""
-
-    looks = 0
-
-    def get(self, *args):
-        self.looks += 1
-        return super().get(*args)
-
-    def values(self):
-        self.looks += len(self)
-        return super().values()
+def in_time(ages: Sequence[int], per_batch: int, bound: int) -> bool:
+    """Search all orders in which groups may be delivered, one batch after each update."""
+    orders = permutations([age for age in ages if age <= bound])
+    return any(all(age + 1 + i // per_batch <= bound for i, age in enumerate(order)) for order in orders)
 
 
 def ledger_of(groups: int) -> GroupLedger:
@@ -206,8 +162,48 @@ def ledger_of(groups: int) -> GroupLedger:
     return GroupLedger(DataLoadingPrimer(load_prompts(rows), num_generations=1))
 
 
+def choice(complete: list[int], running: list[int], needed: int = 1, bound: int = 1) -> list[int] | None:
+    """Return the ages of the groups that a table chooses, of groups of these ages at version 10."""
+    ledger = ledger_of(9)
+    for lease, age in zip(ledger.lease(len(complete) + len(running)), (*complete, *running), strict=True):
+        ledger.begin(lease.group_id, 0, 10 - age)
+        if lease.group_id < len(complete):
+            ledger.complete(lease.group_id, 0, [], oldest=10 - age)
+    chosen = AgeTable(ledger).choose(needed, needed, 10, bound)
+    return None if chosen is None else [10 - group.oldest for group in chosen]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.lists(st.integers(0, 4), max_size=2), st.data())
+def test_groups_left_behind_are_in_time_if_any_choice_allows_it(complete, running, data) -> None:
+    needed, bound = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 3))
+    chosen = choice(complete, running, needed, bound)
+    possible = any(
+        in_time([*(Counter(complete) - Counter(some)).elements(), *running], needed, bound)
+        for some in combinations(complete, needed)
+    )
+    if chosen is None:
+        assert not possible and running
+        return
+    left = [*(Counter(complete) - Counter(chosen)).elements(), *running]
+    assert len(chosen) == needed and in_time(left, needed, bound) == possible
+    oldest = sorted(complete, reverse=True)[:needed]
+    if in_time([*(Counter(complete) - Counter(oldest)).elements(), *running], needed, bound):
+        assert chosen == oldest, "the oldest, whatever the order of draws"
+
+
+def test_the_most_urgent_groups_are_chosen_or_waited_for() -> None:
+    assert choice([0], [1]) is None, "a running group would be late"
+    assert choice([1], [1]) == [1], "one of them is late in any case"
+    assert choice([1, 1, 1], [], needed=2) == [1, 1], "waiting does not help"
+    assert choice([5, 0], []) == [5], "beyond the bound, but there is time"
+    assert choice([5, 1], []) == [1], "others would be late"
+    assert choice([5], [1]) is None
+    assert choice([0], [5]) == [0], "waiting cannot help a group beyond the bound"
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_the_table_of_ages_chooses_as_a_search_of_all_groups_does(seed: int) -> None:
+def test_a_table_that_is_kept_chooses_as_a_new_one_does(seed: int) -> None:
     rng, ledger, version = random.Random(seed), ledger_of(200), 0
     table, outcomes = AgeTable(ledger), Counter()
     for _ in range(150):
@@ -218,39 +214,22 @@ def test_the_table_of_ages_chooses_as_a_search_of_all_groups_does(seed: int) -> 
         elif kind == "begin" and leased:
             ledger.begin((g := rng.choice(leased)).group_id, g.attempt, version)
         elif kind == "complete" and leased:
-            g, sampled = rng.choice(leased), rng.randint(max(0, version - 3), version)
-            row = TensorDict({keys.VERSION_COUNTS: torch.tensor([[sampled, 1]] * rng.randint(0, 1)).reshape(-1, 2)})
-            ledger.complete(g.group_id, g.attempt, [row])
+            g = rng.choice(leased)
+            ledger.complete(
+                g.group_id, g.attempt, [], oldest=rng.choice([None, rng.randint(max(0, version - 3), version)])
+            )
         elif kind == "requeue" and complete:
             ledger.requeue([rng.choice(complete).group_id])
         elif kind == "update":
             version += 1
-        leased, complete = ledger.of(GroupState.LEASED), ledger.of(GroupState.COMPLETE)
-        if len(complete) >= 2:
-            expected = choose_groups(complete, leased, 2, 2, version, 2)
-            assert table.choose(2, 2, version, 2) == expected
+        if len(ledger.of(GroupState.COMPLETE)) >= 2:
+            everything = SimpleNamespace(groups=ledger.groups, of=ledger.of, take_changed=lambda: set(ledger.groups))
+            expected, chosen = (each.choose(2, 2, version, 2) for each in (AgeTable(everything), table))
+            assert chosen == expected
             outcomes[expected is None] += 1
             if expected is not None and rng.random() < 0.5:
                 ledger.deliver([g.group_id for g in expected])
     assert outcomes[False] and outcomes[True]
-
-
-def test_a_completion_costs_the_same_for_any_number_of_groups() -> None:
-    looks = []
-    for size in (20, 200):
-        ledger = ledger_of(size)
-        table, leases = AgeTable(ledger), ledger.lease(size)
-        for lease in leases[: size // 2]:
-            ledger.begin(lease.group_id, 0, 0)
-        for lease in leases[size // 2 :]:
-            ledger.begin(lease.group_id, 0, 1)
-            ledger.complete(lease.group_id, 0, [TensorDict({keys.VERSION_COUNTS: torch.tensor([[1, 1]])})])
-        assert table.choose(2, 2, 1, 1) is None  # older ones run
-        ledger.groups = CountedGroups(ledger.groups)
-        ledger.complete(0, 0, [TensorDict({keys.VERSION_COUNTS: torch.tensor([[1, 1]])})])
-        assert table.choose(2, 2, 1, 1) is None
-        looks.append(ledger.groups.looks)
-    assert looks[0] == looks[1] <= 3
 
 
 def test_the_oldest_late_groups_are_cut_once() -> None:

@@ -58,6 +58,10 @@ DAMAGED: dict[str, tuple[str | bytes, str]] = {
     "empty.jsonl": ("", "is empty; give at least one row"),
     "empty.json": ("[ ]", "is empty; give at least one row"),
     "empty.csv": ("", "is empty; give at least one row"),
+    "more_values.csv": ("prompt,answer\na,1\nb,2,3\n", "line 3 must have one value for each of the columns"),
+    "fewer_values.csv": ("prompt,answer\na\n", "line 2 must have one value"),
+    "text.parquet": (b"not a parquet file", "Parquet magic bytes not found"),
+    "null_after_blank.jsonl": ('{"prompt": "a"}\n\n{"prompt": null}', "line 3: prompt column 'prompt' must contain"),
     "empty.parquet": (b"", "Parquet file size is 0 bytes"),
     "header.csv": ("prompt\n", "is empty; give at least one row"),
     "number.json": ("5", "line 1 must be a mapping"),
@@ -193,6 +197,9 @@ def test_a_bad_row_of_preferences_is_dropped_but_a_damaged_file_is_not(tmp_path)
     path.write_text(json.dumps(good) + "\n{")
     with pytest.raises(ValueError, match="pairs.jsonl: malformed .jsonl file: line 2 must be one JSON object"):
         load_preferences(path, "chatml.intel", drop_bad_rows=True)
+    assert len(load_preferences(path, "chatml.intel", limit=1)) == 1
+    with pytest.raises(ValueError, match="no valid row; the first fault: row 0.*same answer"):
+        load_preferences([good | {"chosen": "5"}], "chatml.intel", drop_bad_rows=True)
 
 
 # Names of columns, and control tokens
@@ -239,6 +246,9 @@ def test_a_column_of_any_name_reaches_rewards_unchanged(name, value):
 def test_columns_named_like_own_entries_are_refused(name):
     with pytest.raises(ValueError, match=f"columns .'{name}'. have reserved names; set column_map="):
         load_prompts([{"prompt": "a", name: "x"}])
+    # Both fixes of the message work
+    assert load_prompts([{"prompt": "a", name: "x"}], column_map={name: "own"}).columns == ("own",)
+    assert load_prompts([{"prompt": "a", name: "x"}], prompt_column="prompt", columns=[]).columns == ()
 
 
 HOSTILE_ROLES = [

@@ -103,13 +103,9 @@ def test_a_wrong_value_anywhere_is_a_bad_row_with_its_place_or_a_sound_example(t
             with pytest.raises(ValueError, match="^row 1 as "):
                 load_preferences([good, bad], type_, **options)
     assert refused > 20
-
-
-@pytest.mark.parametrize("row", [None, 5, "text", b"x", [], ["a"], {}, {1: 2}, {None: "x"}, Unprintable(), object()])
-@pytest.mark.parametrize(("type_", "options", "good"), FORMATS)
-def test_a_row_of_another_type_is_a_bad_row(type_, options, good, row):
-    dataset = load_preferences([good, row], type_, drop_bad_rows=True, **options)
-    assert len(dataset) == len(load_preferences([good], type_, **options)) and len(dataset.dropped) == 1
+    for row in (None, 5, "text", b"x", [], ["a"], {}, {1: 2}, {None: "x"}, Unprintable(), object()):
+        dataset = load_preferences([good, row], type_, drop_bad_rows=True, **options)
+        assert list(dataset) == expected and len(dataset.dropped) == 1
 
 
 @pytest.mark.parametrize(
@@ -227,12 +223,3 @@ def test_a_mapping_is_the_user_defined_type():
 def test_wrong_mappings_are_refused(type_, options, message):
     with pytest.raises(ValueError, match=message):
         load_preferences([{"prompt": "2+2?"} | TEXTS], type_, **options)
-
-
-def test_the_seed_chooses_the_examples_of_a_separate_source():
-    def rows(word: str) -> list[dict]:
-        return [{"question": f"{word} {i}", "chosen": "a", "rejected": "b"} for i in range(50)]
-
-    arguments = {"type": "chatml.intel", "eval_source": rows("b"), "eval_size": 5}
-    chosen = [list(load_preference_splits(rows("a"), **arguments, seed=seed)[1]) for seed in (0, 0, 1, 2)]
-    assert chosen[0] == chosen[1] and len({str(part) for part in chosen}) == 3

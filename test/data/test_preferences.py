@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -158,12 +156,6 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
             "must have a column 'question', got .*'chosen', 'prompt', 'rejected'.*rename",
         ),
         (INTEL, {"question": " ", **TEXTS}, "column 'question' must contain non-blank text.*remove the row"),
-        (INTEL, {"question": "2+2?", "chosen": "4", "rejected": "4"}, "'chosen' and 'rejected' have the same answer"),
-        (
-            INTEL,
-            {"question": "2+2?", "chosen": "\n", "rejected": "4"},
-            "column 'chosen' must contain non-blank text",
-        ),
         (
             INTEL,
             {"question": "2+2?", "chosen": 4, "rejected": "4"},
@@ -179,18 +171,8 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
         (CHAT, {"chosen": [BAD, GOOD], "rejected": [BAD, BAD]}, "message 0 has role 'assistant' after 'nothing'"),
         (
             CHAT,
-            {"chosen": [ASK, SYSTEM, GOOD], "rejected": [ASK, SYSTEM, BAD]},
-            "message 1 has role 'system' after 'user'",
-        ),
-        (
-            CHAT,
             {"chosen": [ASK, GOOD, GOOD], "rejected": [ASK, GOOD, BAD]},
             "the answer has role 'assistant' after 'assist",
-        ),
-        (
-            CHAT,
-            {"chosen": [{"role": "user"}, GOOD], "rejected": [ASK, BAD]},
-            "message 0 of column 'chosen' must have text",
         ),
         (
             "chatml.ultra",
@@ -198,7 +180,6 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
             "column 'prompt' must be the prompt in column 'chosen'.*argilla_chat",
         ),
         ("chatml", {"text": "2+2?", **TEXTS}, "one of the columns .* but has 0; name the layout"),
-        ("chatml", {"prompt": "2+2?", "input": "", **TEXTS}, "one of the columns .* but has 2"),
         ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4"}]}, "column 'answers' must contain a list"),
         ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4", "rank": 1}]}, "at least two different ranks"),
         (
@@ -213,28 +194,6 @@ def test_a_bad_row_is_named_with_its_column_and_a_remedy(type_, row, fault):
     good = next(row for name, row, _ in [*PAIRS, ("zephyr.nectar", NECTAR, None)] if name == type_)
     with pytest.raises(ValueError, match=rf"row 1 as '{type_}': .*{fault}"):
         load_preferences([good, row], type_)
-
-
-def test_a_bad_line_of_a_file_is_named(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(PAIR_LAYOUTS["intel"] | extra) + "\n" for extra in ({}, {"chosen": "5"})))
-    with pytest.raises(ValueError, match=r"pairs.jsonl, line 2 as 'chatml.intel': .*same answer"):
-        load_preferences(path, INTEL)
-    assert len(load_preferences(path, INTEL, limit=1)) == 1
-
-
-@pytest.mark.parametrize("label", [None, "yes", 2])
-def test_a_row_without_a_usable_label_is_refused(label):
-    with pytest.raises(ValueError, match="row 0 .*label"):
-        load_preferences([LABELED_LAYOUTS["intel"] | {"label": label}], INTEL, objective="kto")
-
-
-def test_bad_rows_can_be_dropped_and_are_listed():
-    rows = [PAIR_LAYOUTS["intel"], PAIR_LAYOUTS["intel"] | {"chosen": "5"}]
-    dataset = load_preferences(rows, INTEL, drop_bad_rows=True)
-    assert len(dataset) == 1 and len(dataset.dropped) == 1 and "row 1: " in dataset.dropped[0]
-    with pytest.raises(ValueError, match="no valid row; the first fault: row 0.*same answer"):
-        load_preferences(rows[1:], INTEL, drop_bad_rows=True)
 
 
 @pytest.mark.parametrize(
@@ -331,12 +290,6 @@ def test_text_ends_with_one_eos(tokenizer):
     assert decoded(tokenizer, row[CHOSEN], False) == "2+2?"
     assert decoded(tokenizer, row[CHOSEN], True) == " 4<|im_end|>"
     assert decoded(tokenizer, row[REJECTED], True) == " 5<|im_end|>"
-
-
-def test_completions_of_the_same_tokens_are_refused(tokenizer):
-    examples = load_preferences([{"prompt": "2+2?", "chosen": "4", "rejected": "4<|im_end|>"}], "user_defined.default")
-    with pytest.raises(ValueError, match="example 0: chosen and rejected have the same tokens"):
-        encode_preferences(examples, tokenizer)
 
 
 def test_labeled_rows_and_their_mismatched_pairs(tokenizer):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_rloo.data import keys, notices
+from torchrl_rloo.data import notices
 from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, longest_prompt, split_prompts
 from torchrl_rloo.data.templates import encode_prompt
 
@@ -151,25 +151,6 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
     assert "nor a reachable hub id: Couldn't reach 'nobody/nothing'" in str(caught.value)
 
 
-def test_a_directory_that_is_no_dataset(tmp_path: Path):
-    with raises("is a directory but not from save_to_disk; give a .jsonl", FileNotFoundError) as caught:
-        load_prompts(tmp_path)
-    assert isinstance(caught.value.__cause__, FileNotFoundError)
-
-
-def test_an_unsupported_suffix(tmp_path: Path):
-    path = write(tmp_path / "a.txt", "What is 1+1?")
-    with raises(f"source='{path}' has unknown suffix '.txt'; convert it to .jsonl or .json or .parquet"):
-        load_prompts(path)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
-def test_an_empty_file(suffix: str, tmp_path: Path):
-    path = write(tmp_path / f"a.{suffix}", "")
-    with raises(f"source='{path}' is empty; give at least one row"):
-        load_prompts(path)
-
-
 def test_an_empty_source(tmp_path: Path):
     with raises("source of type list is empty; give at least one row"):
         load_prompts([])
@@ -179,33 +160,6 @@ def test_an_empty_source(tmp_path: Path):
         load_prompts(ROWS).select([])
     with raises("source must be a path, a hub id, a datasets.Dataset or an iterable of mappings", TypeError):
         load_prompts(3)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 must be one JSON object (Expecting ',' delimiter)"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}', "line 2 must be one JSON object ('utf-8' codec can't"),
-        ("a.json", '[{"prompt": "a"},\n{"prompt": "b"}\n{}]', "Expecting ',' delimiter: line 3 column 1"),
-        ("a.json", '{\n"prompt": "a"}', "line 1 must be one JSON object"),
-        (
-            "a.csv",
-            "prompt,answer\na,1\nb,2,3\n",
-            "line 3 must have one value for each of the columns ['prompt', 'answer']",
-        ),
-        ("a.csv", "prompt,answer\na\n", "line 2 must have one value"),
-        ("a.csv", 'prompt,answer\n"a,1\n', "unexpected end of data"),
-        ("a.csv", b"prompt\n\xe9\n", "'utf-8' codec can't decode"),
-        ("a.parquet", b"", "Parquet file size is 0 bytes"),
-        ("a.parquet", b"not a parquet file", "Parquet magic bytes not found"),
-    ],
-)
-def test_a_malformed_file(file: str, content: str | bytes, message: str, tmp_path: Path):
-    path = write(tmp_path / file, content)
-    with raises(f"{path}: malformed {path.suffix} file: ") as caught:
-        load_prompts(path)
-    assert message in str(caught.value)
-    assert caught.value.__cause__ is not None
 
 
 # Rows
@@ -239,12 +193,6 @@ def test_a_malformed_file(file: str, content: str | bytes, message: str, tmp_pat
 def test_a_malformed_row(row, message: str):
     with raises(message):
         load_prompts([{"prompt": "a"}, row])
-
-
-def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", '{"prompt": "a"}\n\n{"prompt": null}\n')
-    with raises(f"{path}, line 3: prompt column 'prompt' must contain text"):
-        load_prompts(path)
 
 
 def test_columns_to_keep_may_be_fewer_than_the_rows_have():
@@ -337,24 +285,6 @@ def test_columns_are_renamed_then_chosen():
     assert dataset.columns == ("answer",)
 
 
-RESERVED = (
-    "tokens masks log_probs next group_id group_size policy_version advantage num_turns reward done "
-    "terminated truncated seed history text query"
-).split()
-
-
-@pytest.mark.parametrize("name", RESERVED)
-def test_a_column_with_a_reserved_name(name: str):
-    assert name in keys.RESERVED
-    rows = [{"prompt": "a", name: 1}]
-    with raises(f"columns ['{name}'] have reserved names; set column_map={{'{name}': 'dataset_{name}'}}"):
-        load_prompts(rows, prompt_column="prompt")
-    # Both fixes in the message work
-    renamed = load_prompts(rows, column_map={name: f"dataset_{name}"})
-    assert renamed.columns == (f"dataset_{name}",)
-    assert load_prompts(rows, prompt_column="prompt", columns=[]).columns == ()
-
-
 def test_the_answers_of_rows_for_fine_tuning_are_left_out_and_said(caplog, monkeypatch):
     monkeypatch.setattr(notices, "_SHOWN", set())
     rows = [{"prompt": "TL;DR:", "completion": " Short.", "completion_ids": [1], "subreddit": "x"}]
@@ -434,12 +364,6 @@ def test_prompts_are_encoded_once(tokenizer: PreTrainedTokenizerFast, monkeypatc
     monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "{{ '!' }}")
     assert dataset.encoded(tokenizer) is None, "another template, other ids"
     assert dataset.encode(tokenizer) != each
-
-
-def test_prompts_that_were_measured_are_not_encoded_again(tokenizer: PreTrainedTokenizerFast):
-    dataset = load_prompts([{"prompt": "a" * n} for n in (3, 99, 4)], tokenizer=tokenizer, max_prompt_length=50)
-    assert [len(ids) for ids in dataset.encoded(tokenizer)] == [len(ids) for ids in dataset.encode(tokenizer)]
-    assert len(dataset) == 2
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast):
@@ -541,14 +465,6 @@ def test_a_split_keeps_every_row_and_no_prompt_twice(texts: list[str], seed: int
     assert all([row["i"] for row in part] == sorted(row["i"] for row in part) for part in (train, held_out))
     # The held-out prompts do not depend on the call or on the order of the rows
     assert {row["query"] for row in split_prompts(dataset.select(range(len(texts))[::-1]), size, seed)[1]} == in_eval
-
-
-def test_a_split_depends_on_its_seed_and_size():
-    dataset = load_prompts([{"prompt": f"What is {i}+{i}?"} for i in range(40)])
-    held_out = [split_prompts(dataset, 0.25, seed)[1] for seed in range(5)]
-    assert [len(part) for part in held_out] == [10] * 5
-    assert len({part.fingerprint for part in held_out}) == 5
-    assert split_prompts(dataset, 10, 0)[1].fingerprint == held_out[0].fingerprint
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -50,12 +51,6 @@ def test_every_prefix_is_near_the_weights_and_every_epoch_whole(sources: list, s
     assert sampler.counts == Counter({f"draws/{k}": len(had) for k, had in enumerate(drawn)})
 
 
-def test_every_batch_has_its_shares() -> None:
-    sampler, generator = MixtureSampler([50, 7, 3], weights=[5, 2, 1]), seeded()
-    for _ in range(40):
-        assert Counter(sampler.source(sampler.draw(generator)) for _ in range(8)) == {0: 5, 1: 2, 2: 1}
-
-
 def test_epochs_differ_and_follow_the_generator() -> None:
     def draws(seed: int) -> list[int]:
         sampler, generator = MixtureSampler([6, 6]), seeded(seed)
@@ -87,21 +82,6 @@ def test_a_restart_goes_on_exactly(batches: int) -> None:
 def test_another_mixture_cannot_be_resumed() -> None:
     with pytest.raises(ValueError, match="resume with the same mixture"):
         MixtureSampler([4, 8]).load_state_dict(MixtureSampler([4, 9]).state_dict())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([],), "sizes="),
-        (([3, 0],), "sizes="),
-        (([3, 4], [1.0]), "weights=.* 2 sources"),
-        (([3, 4], [1.0, 0.0]), "weights="),
-        (([3, 4], None, ["a", "a"]), "names="),
-    ],
-)
-def test_arguments_are_checked(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MixtureSampler(*arguments)
 
 
 # In a primer
@@ -264,59 +244,11 @@ def test_arrival_changes_no_estimate(groups: list, data) -> None:
     assert pool_draws(apart, 20) == pool_draws(whole, 20)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 3])
-def test_a_pool_restarts_exactly(stop: int) -> None:
-    def feed(pool: PassRatePool, generator: torch.Generator, steps: range) -> list[int]:
-        drawn = []
-        for step in steps:
-            prompts = [pool.draw(generator) for _ in range(4)]
-            drawn += prompts
-            pool.update(outcome(*[(4 * step + i, p, [1.0, float(p % 2)]) for i, p in enumerate(prompts)]))
-        return drawn
-
-    pool, generator = PassRatePool(9, window=2, retire=1.0), seeded(1)
-    feed(pool, generator, range(stop))
-    pool.draw(generator)  # its outcome is not known yet
-    file = io.BytesIO()
-    torch.save([pool.state_dict(), generator.get_state()], file)
-    file.seek(0)
-    expected = feed(pool, generator, range(stop, 8))
-    state, place = torch.load(file, weights_only=True)
-    resumed, generator = PassRatePool(9, window=2, retire=1.0), seeded(2)
-    resumed.load_state_dict(state)
-    generator.set_state(place)
-    assert feed(resumed, generator, range(stop, 8)) == expected
-    assert resumed.counts == pool.counts and resumed.metrics() == pool.metrics()
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"size": 0}, {"window": 0}, {"floor": 1.5}, {"target": (0.9, 0.1)}, {"retire": 0.5}],
-    ids=str,
-)
-def test_arguments_of_a_pool_are_checked(kwargs: dict) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
-        PassRatePool(**{"size": 3, **kwargs})
-
-
 def test_a_prompt_of_another_dataset() -> None:
     with pytest.raises(ValueError, match="prompt_id=7 must be at least 0 and below the pool's size=3"):
         PassRatePool(3).update(outcome((0, 7, [1.0])))
     with pytest.raises(ValueError, match="the saved pool has size=3, this pool has size=4"):
         PassRatePool(4).load_state_dict(PassRatePool(3).state_dict())
-
-
-def outcome_of(*groups: tuple[int, int, Sequence[float]]) -> TensorDictBase:
-    """Make rows of groups ``(group_id, prompt_id, returns)``."""
-    return stack_rows(
-        [
-            TensorDict(
-                {keys.GROUP_ID: torch.tensor(g), keys.PROMPT_ID: torch.tensor(p), keys.REWARD: torch.tensor([[r]])}
-            )
-            for g, p, returns in groups
-            for r in returns
-        ]
-    )
 
 
 class Counting:
@@ -346,48 +278,39 @@ def rerolls_draws(rerolls: DeferredRerolls, n: int) -> list[int]:
 def test_a_failed_prompt_comes_after_growing_delays_and_is_given_up() -> None:
     rerolls = DeferredRerolls(Counting(), delay=3, growth=2.0, max_tries=2)
     assert isinstance(rerolls, PromptSampler)
-    rerolls.update(outcome_of((0, 7, FAILED)))
+    rerolls.update(outcome((0, 7, FAILED)))
     assert rerolls_draws(rerolls, 4) == [100, 101, 102, 7], "once 3 rerolls_draws have passed"
-    rerolls.update(outcome_of((1, 7, FAILED)))
+    rerolls.update(outcome((1, 7, FAILED)))
     assert rerolls_draws(rerolls, 7) == [103, 104, 105, 106, 107, 108, 7], "6 rerolls_draws"
     for group in (2, 3):
-        rerolls.update(outcome_of((group, 7, FAILED)))
+        rerolls.update(outcome((group, 7, FAILED)))
     assert 7 not in rerolls_draws(rerolls, 40)
     assert rerolls.counts == {"rerolls/queued": 2, "rerolls/drawn": 2, "rerolls/given_up": 1}
-    rerolls.update(outcome_of((4, 7, SOLVED)))
+    rerolls.update(outcome((4, 7, SOLVED)))
     assert rerolls.counts["rerolls/solved"] == 1
-    rerolls.update(outcome_of((5, 7, FAILED)))
+    rerolls.update(outcome((5, 7, FAILED)))
     assert 7 in rerolls_draws(rerolls, 4), "after a success it may be queued again"
 
 
 def test_a_prompt_that_is_solved_meanwhile_leaves_the_queue() -> None:
     rerolls = DeferredRerolls(Counting(), delay=1)
-    rerolls.update(outcome_of((0, 7, FAILED), (1, 8, FAILED)))
-    rerolls.update(outcome_of((2, 7, SOLVED)))
+    rerolls.update(outcome((0, 7, FAILED), (1, 8, FAILED)))
+    rerolls.update(outcome((2, 7, SOLVED)))
     assert len(rerolls) == 1 and 7 not in rerolls_draws(rerolls, 20)
     assert rerolls.counts["rerolls/solved"] == 0, "it was not re-rolled"
 
 
 def test_a_prompt_that_waits_is_not_queued_again() -> None:
     rerolls = DeferredRerolls(Counting(), delay=3)
-    rerolls.update(outcome_of((0, 7, FAILED)))
+    rerolls.update(outcome((0, 7, FAILED)))
     rerolls_draws(rerolls, 2)
-    rerolls.update(outcome_of((1, 7, FAILED)))
+    rerolls.update(outcome((1, 7, FAILED)))
     assert rerolls_draws(rerolls, 2) == [102, 7] and rerolls.counts["rerolls/queued"] == 1
-
-
-def test_the_spacing_holds_across_a_restart() -> None:
-    rerolls, resumed = (DeferredRerolls(Counting(), delay=10, max_share=0.1) for _ in range(2))
-    rerolls.update(outcome_of((0, 7, FAILED), (1, 8, FAILED)))
-    assert rerolls_draws(rerolls, 11)[-1] == 7
-    resumed.load_state_dict(rerolls.state_dict())
-    after = rerolls_draws(resumed, 12)
-    assert after == rerolls_draws(rerolls, 12) and after.index(8) == 9
 
 
 def test_abstentions_and_thresholds() -> None:
     rerolls = DeferredRerolls(Counting(), delay=1, threshold=0.2)
-    rerolls.update(outcome_of((0, 1, (math.nan, math.nan)), (1, 2, (0.2, math.nan)), (2, 3, (0.3, 0.0))))
+    rerolls.update(outcome((0, 1, (math.nan, math.nan)), (1, 2, (0.2, math.nan)), (2, 3, (0.3, 0.0))))
     assert len(rerolls) == 1 and 2 in rerolls_draws(rerolls, 3)
 
 
@@ -395,7 +318,7 @@ def test_abstentions_and_thresholds() -> None:
 @given(st.sampled_from([0.5, 0.3, 0.25, 0.1]), st.integers(1, 20), st.integers(1, 20))
 def test_the_share_of_any_stretch_of_draws(max_share: float, delay: int, length: int) -> None:
     rerolls = DeferredRerolls(Counting(), delay=delay, max_share=max_share)
-    rerolls.update(outcome_of(*[(p, p, FAILED) for p in range(40)]))
+    rerolls.update(outcome(*[(p, p, FAILED) for p in range(40)]))
     again = [prompt < 100 for prompt in rerolls_draws(rerolls, 120)]
     assert any(again)
     for start in range(len(again) - length):
@@ -407,52 +330,66 @@ def test_the_share_of_any_stretch_of_draws(max_share: float, delay: int, length:
 def test_the_order_of_rows_changes_no_draw(order: list[int]) -> None:
     groups = [(0, 5, FAILED), (1, 3, SOLVED), (2, 3, FAILED), (3, 4, FAILED), (4, 5, SOLVED), (5, 1, FAILED)]
     plain, shuffled = (DeferredRerolls(Counting(), delay=2) for _ in range(2))
-    plain.update(outcome_of(*groups))
-    shuffled.update(outcome_of(*[groups[i] for i in order]))
+    plain.update(outcome(*groups))
+    shuffled.update(outcome(*[groups[i] for i in order]))
     assert rerolls_draws(plain, 30) == rerolls_draws(shuffled, 30)
     assert plain.counts == shuffled.counts
-
-
-@pytest.mark.parametrize("stop", [0, 2, 5])
-def test_rerolls_restart_exactly(stop: int) -> None:
-    def make() -> DeferredRerolls:
-        return DeferredRerolls(MixtureSampler([6, 3]), delay=4, max_tries=2)
-
-    def feed(rerolls: DeferredRerolls, generator: torch.Generator, steps: range) -> list[int]:
-        drawn = []
-        for step in steps:
-            prompts = [rerolls.draw(generator) for _ in range(4)]
-            drawn += prompts
-            rerolls.update(outcome_of(*[(4 * step + i, p, SOLVED if p > 2 else FAILED) for i, p in enumerate(prompts)]))
-        return drawn
-
-    rerolls, generator = make(), torch.Generator().manual_seed(1)
-    feed(rerolls, generator, range(stop))
-    file = io.BytesIO()
-    torch.save([rerolls.state_dict(), generator.get_state()], file)
-    file.seek(0)
-    expected = feed(rerolls, generator, range(stop, 10))
-    state, place = torch.load(file, weights_only=True)
-    resumed, generator = make(), torch.Generator()
-    resumed.load_state_dict(state)
-    generator.set_state(place)
-    assert feed(resumed, generator, range(stop, 10)) == expected and resumed.counts == rerolls.counts
-    assert rerolls.counts["rerolls/drawn"]
-
-
-@pytest.mark.parametrize(
-    "kwargs", [{"delay": 0}, {"growth": 0.5}, {"max_share": 0.6}, {"max_share": 0.0}, {"max_tries": 0}], ids=str
-)
-def test_arguments_of_rerolls_are_checked(kwargs: dict) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
-        DeferredRerolls(Counting(), **{"delay": 1, **kwargs})
 
 
 def test_what_the_inner_sampler_reports_is_reported() -> None:
     pool = PassRatePool(4)
     rerolls = DeferredRerolls(pool, delay=1)
     drawn = rerolls_draws(rerolls, 3)
-    rerolls.update(outcome_of((0, drawn[0], FAILED)))
+    rerolls.update(outcome((0, drawn[0], FAILED)))
     assert rerolls.metrics() == pool.metrics() and rerolls.metrics()
     assert rerolls.counts == pool.counts + Counter({"rerolls/queued": 1}) and pool.counts
     assert DeferredRerolls(Counting(), delay=1).metrics() == {}
+
+
+@pytest.mark.parametrize("stop", [0, 2, 5])
+@pytest.mark.parametrize("kind", ["pool", "rerolls"])
+def test_samplers_restart_exactly(kind: str, stop: int) -> None:
+    def make() -> PassRatePool | DeferredRerolls:
+        if kind == "pool":
+            return PassRatePool(9, window=2, retire=1.0)
+        return DeferredRerolls(MixtureSampler([6, 3]), delay=4, max_tries=2, max_share=0.3)
+
+    def feed(sampler: PassRatePool | DeferredRerolls, generator: torch.Generator, steps: range) -> list[int]:
+        drawn = []
+        for step in steps:
+            prompts = [sampler.draw(generator) for _ in range(4)]
+            drawn += prompts
+            sampler.update(outcome(*[(4 * step + i, p, SOLVED if p > 2 else FAILED) for i, p in enumerate(prompts)]))
+        return drawn
+
+    sampler, generator = make(), seeded(1)
+    feed(sampler, generator, range(stop))
+    sampler.draw(generator)  # its outcome is not known yet
+    state, place = through_disk([sampler.state_dict(), generator.get_state()])
+    expected = feed(sampler, generator, range(stop, 10))
+    resumed, generator = make(), seeded(2)
+    resumed.load_state_dict(state)
+    generator.set_state(place)
+    assert feed(resumed, generator, range(stop, 10)) == expected
+    assert resumed.counts == sampler.counts and resumed.metrics() == sampler.metrics()
+    assert sampler.counts["rerolls/drawn" if kind == "rerolls" else "pool/target_draws"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *[(partial(MixtureSampler, *a), m) for a, m in [
+            (([],), "sizes="), (([3, 0],), "sizes="), (([3, 4], [1.0]), "weights=.* 2 sources"),
+            (([3, 4], [1.0, 0.0]), "weights="), (([3, 4], None, ["a", "a"]), "names="),
+        ]],
+        *[(partial(PassRatePool, **{"size": 3, **k}), f"{next(iter(k))}=") for k in [
+            {"size": 0}, {"window": 0}, {"floor": 1.5}, {"target": (0.9, 0.1)}, {"retire": 0.5},
+        ]],
+        *[(partial(DeferredRerolls, Counting(), **{"delay": 1, **k}), f"{next(iter(k))}=") for k in [
+            {"delay": 0}, {"growth": 0.5}, {"max_share": 0.6}, {"max_share": 0.0}, {"max_tries": 0},
+        ]],
+    ],
+)  # fmt: skip
+def test_arguments_are_checked(make: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

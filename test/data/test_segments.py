@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import copy
-import multiprocessing
 import pickle
 import time
 
@@ -13,7 +13,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
-from support.moved_rows import MAX_SECONDS, open_conversations, serve
+from support.waiting import PATIENCE
 from torchrl_rloo.data import keys, tensor_rows
 from torchrl_rloo.data.packed import from_plain, pack_rows, to_plain
 from torchrl_rloo.data.rows import make_tensorclass, merge_identical, stack_rows
@@ -100,11 +100,6 @@ def test_each_sample_becomes_a_row(versions: bool, support: bool) -> None:
         assert str(row.to_dict()) == str(old), "what was given is not changed"
 
 
-def test_rows_of_one_sample_pass_untouched() -> None:
-    rows = stack_rows([make_row(1), make_row(1)])
-    assert split_segments(rows) is rows
-
-
 def test_versions_of_all_samples() -> None:
     assert sampled_versions(make_row(1)).tolist() == [3, 4, 5]
     assert sampled_versions(make_row(3)).tolist() == [3, 4, 5, 2, 3, 1]
@@ -164,7 +159,7 @@ def test_what_only_the_last_sample_has_is_refused(key) -> None:
     row = make_row(2).set(key, torch.zeros(3, 1))
     with pytest.raises(ValueError, match=r"several samples has .*(write it after the split|credit='trajectory')"):
         split_segments(stack_rows([row]))
-    rows = stack_rows([make_row(1).set(key, torch.zeros(6, 1))])
+    rows = stack_rows([make_row(1).set(key, torch.zeros(6, 1))])  # rows of one sample pass untouched
     assert split_segments(rows) is rows
 
 
@@ -215,27 +210,51 @@ def test_no_sample_leaves_the_first_prompt_without_actions():
         select_samples(make_row(2).set(keys.TOKEN_REWARDS, torch.zeros(3)), [0])
 
 
-def test_ids_and_times_hold_in_another_process() -> None:
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
-    process.start()
-    there.close()
-    random_there, of_group_there = here.recv()
-    # Ids without a group differ between processes, those of a group are the same in each
+MAX_SECONDS = 0.2  # of a conversation
+
+
+def open_conversations(groups: list[int] | None, ids: list[int] | None = None) -> list[TensorDictBase]:
+    """Return the first rows of two conversations, of these groups and with these ids."""
+    env = ChatEnv(build_tokenizer(), batch_size=2, max_seconds=MAX_SECONDS)
+    rows = [TensorDict({keys.QUERY: "What is 2+3?"}, []) for _ in range(2)]
+    for name, numbers in ((keys.GROUP_ID, groups), (keys.TRAJECTORY_ID, ids)):
+        for row, number in zip(rows, numbers or (), strict=False):
+            row.set(name, torch.tensor(number))
+    return list(env.reset(stack_rows(rows)).unbind(0))
+
+
+_CONTINUE = """
+import pickle, sys
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.packed import unpack_rows
+from torchrl_rloo.embedded import build_tokenizer
+from torchrl_rloo.envs import ChatEnv
+
+env = ChatEnv(build_tokenizer(), max_seconds=float(sys.argv[2]))
+with open(sys.argv[1], "rb") as file:
+    rows = unpack_rows(pickle.load(file))
+print([(int(row[keys.TRAJECTORY_ID]), env.limit_reached(row)) for row in rows.unbind(0)])
+"""
+
+
+def test_the_time_of_a_conversation_continues_in_another_process(tmp_path, fork_server) -> None:
     rows = open_conversations(None)
     ids = [int(row[keys.TRAJECTORY_ID]) for row in rows]
-    assert len({*ids, *random_there}) == 4
-    assert [int(row[keys.TRAJECTORY_ID]) for row in open_conversations([5, 5])] == of_group_there
-    assert of_group_there == [trajectory_id(5, 0), trajectory_id(5, 1)]
-    # The time of a conversation continues during its move
-    message = pickle.dumps(pack_rows(stack_rows(rows)))
-    here.send(message)
-    assert [i for i, _ in here.recv()] == ids
-    time.sleep(MAX_SECONDS)
-    here.send(message)
-    assert here.recv() == [(i, "time") for i in ids]
-    here.send(None)
-    process.join(30)
+    (tmp_path / "rows").write_bytes(pickle.dumps(pack_rows(stack_rows(rows))))
+    for limit, reached in ((3600, None), (MAX_SECONDS, "time")):
+        time.sleep(MAX_SECONDS)
+        child = fork_server.start(_CONTINUE, [tmp_path / "rows", limit])
+        assert child.wait(PATIENCE) == 0, child.stderr
+        assert ast.literal_eval(child.stdout) == [(i, reached) for i in ids]
+
+
+def test_ids_of_a_group_are_the_same_everywhere_and_others_differ() -> None:
+    ids = TrajectoryIds()
+    made = [ids.next(group) for group in (None, *range(3000)) for _ in range(4)]
+    assert len(set(made)) == len(made) and all(0 <= number < 2**63 for number in made)
+    expected = [1864942345653885167, 6842472824278787000]  # constants, because other processes compute them
+    assert [int(row[keys.TRAJECTORY_ID]) for row in open_conversations([5, 5])] == expected
+    assert [trajectory_id(5, member) for member in range(2)] == expected
 
 
 def test_a_drawn_row_keeps_its_id_and_a_new_conversation_gets_another() -> None:
@@ -243,9 +262,3 @@ def test_a_drawn_row_keeps_its_id_and_a_new_conversation_gets_another() -> None:
     assert [int(row[keys.TRAJECTORY_ID]) for row in rows] == [77, 2**62]
     again = ChatEnv(build_tokenizer(), batch_size=2).reset(stack_rows(rows))
     assert {int(row[keys.TRAJECTORY_ID]) for row in again.unbind(0)}.isdisjoint({77, 2**62})
-
-
-def test_ids_are_int64_and_do_not_collide() -> None:
-    ids = TrajectoryIds()
-    made = [ids.next(group) for group in (None, *range(3000)) for _ in range(4)]
-    assert len(set(made)) == len(made) and all(0 <= number < 2**63 for number in made)

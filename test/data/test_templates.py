@@ -64,18 +64,6 @@ def test_a_batch_of_prompts_has_the_ids_of_each(template: str, make_tokenizer: C
         encode_prompts(tokenizer, ["abc", ""])
 
 
-def test_special_tokens_are_neither_added_twice_nor_split(make_tokenizer: Callable) -> None:
-    tokenizer = make_tokenizer("llama3")
-    ids = encode_prompt(tokenizer, chat("abc"))
-    bot, eot = tokenizer.convert_tokens_to_ids(["<|bot|>", "<|eot|>"])
-    assert ids.count(bot) == 1 and ids[0] == bot and ids.count(eot) == 1
-
-
-def test_plain_text_is_encoded_as_the_tokenizer_does_it(make_tokenizer: Callable) -> None:
-    tokenizer = make_tokenizer()
-    assert encode_prompt(tokenizer, "abc abc") == tokenizer("abc abc")["input_ids"]
-
-
 def test_template_arguments_reach_the_template(make_tokenizer: Callable) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template += "{% if thinking %}<think>{% endif %}"
@@ -103,6 +91,8 @@ def test_messages_need_a_template(make_tokenizer: Callable) -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template"):
         encode_prompt(tokenizer, chat("abc"))
+    with pytest.raises(ValueError, match="chat_template"):
+        encode_conversation(tokenizer, chat("abc", "cab"))
     assert encode_prompt(tokenizer, "abc") == ids_of(tokenizer, "abc")
 
 
@@ -164,22 +154,6 @@ def test_nothing_that_the_policy_wrote_is_encoded_again(template: str, said: str
     assert later == plain
 
 
-def test_the_tokenizer_sees_only_the_feedback(make_tokenizer: Callable) -> None:
-    tokenizer = make_tokenizer()
-    seen: list[str] = []
-
-    class Spy(type(tokenizer)):
-        def __call__(self, text, **kwargs):
-            seen.append(text)
-            return super().__call__(text, **kwargs)
-
-    tokenizer.__class__ = Spy
-    ids = answer_turn(tokenizer, chat("QUESTION", "ANSWER"), chat("REPLY"), last_token=tokenizer.eos_token_id).ids
-    assert len(seen) == 1 and "REPLY" in seen[0]
-    assert "ANSWER" not in seen[0] and "QUESTION" not in seen[0]
-    assert tokenizer.decode(ids) == "\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_feedback_of_several_messages(make_tokenizer: Callable) -> None:
     tokenizer = make_tokenizer()
     feedback = [{"role": "tool", "content": "7"}, {"role": "user", "content": "so?"}]
@@ -206,20 +180,26 @@ def test_a_template_that_hides_answers_is_refused(make_tokenizer: Callable) -> N
 
 @pytest.mark.parametrize("template", MARKING)
 @pytest.mark.parametrize(
-    "contents",
+    "messages",
     [
-        ("abc", "cab"),
-        ("abc", "cab", "b", "c c"),
-        ("say 7 or 8", "7", "7?", "7"),
-        ("abc",),
-        ("a", "b", "c", "", "a", "c"),
+        chat("abc", "cab"),
+        chat("abc", "cab", "b", "c c"),
+        chat("say 7 or 8", "7", "7?", "7"),
+        chat("abc"),
+        chat("a", "b", "c", "", "a", "c"),
+        chat("cab", "abc", first="assistant"),
+        [*chat("abc", "cab"), {"role": "assistant", "content": "bb"}, *chat("c")],
+        [{"role": "system", "content": "cab"}, *chat("abc", "cab"), {"role": "tool", "content": "cab"}],
     ],
     ids=str,
 )
-def test_the_mask_of_a_conversation(template: str, contents: tuple[str, ...], make_tokenizer: Callable) -> None:
+def test_the_mask_of_a_conversation(template: str, messages: list[dict], make_tokenizer: Callable) -> None:
     """The mask covers exactly the assistant's contents, each with its end of turn."""
+    if template == "mistral" and [m["role"] for m in messages] != [
+        ("user", "assistant")[i % 2] for i in range(len(messages))
+    ]:
+        pytest.skip("its template requires users and assistants in turn")
     tokenizer = make_tokenizer(template)
-    messages = chat(*contents)
     ids, mask = encode_conversation(tokenizer, messages)
     assert ids == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert len(mask) == len(ids) and all(type(m) is bool for m in mask)
@@ -228,32 +208,7 @@ def test_the_mask_of_a_conversation(template: str, contents: tuple[str, ...], ma
     masked = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
     assert masked == "".join(gap + m["content"] + end for m in messages if m["role"] == "assistant")
     starts = sum(m and not before for before, m in zip([False, *mask], mask, strict=False))
-    assert starts == len(contents) // 2, "one run of tokens per answer"
-
-
-@pytest.mark.parametrize("template", ["chatml", "chatml_generation", "llama3"])
-def test_a_conversation_may_start_with_the_assistant(template: str, make_tokenizer: Callable) -> None:
-    tokenizer = make_tokenizer(template)
-    ids, mask = encode_conversation(tokenizer, chat("cab", "abc", first="assistant"))
-    end = END.get(template, "<|im_end|>")
-    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "cab" + end
-
-
-@pytest.mark.parametrize("template", ["chatml", "chatml_generation", "llama3"])
-def test_two_answers_in_a_row_are_two_spans(template: str, make_tokenizer: Callable) -> None:
-    """The header between two answers is not the assistant's."""
-    tokenizer = make_tokenizer(template)
-    messages = [*chat("abc", "cab"), {"role": "assistant", "content": "bb"}, *chat("c")]
-    ids, mask = encode_conversation(tokenizer, messages)
-    end = END.get(template, "<|im_end|>")
-    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == f"cab{end}bb{end}"
-
-
-def test_a_system_message_and_tools_are_context(make_tokenizer: Callable) -> None:
-    tokenizer = make_tokenizer()
-    messages = [{"role": "system", "content": "cab"}, *chat("abc", "cab"), {"role": "tool", "content": "cab"}]
-    ids, mask = encode_conversation(tokenizer, messages)
-    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "cab<|im_end|>"
+    assert starts == sum(m["role"] == "assistant" for m in messages), "one run of tokens per answer"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(make_tokenizer: Callable) -> None:
@@ -266,13 +221,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(make_tokenizer: Calla
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == thinking + "<|im_end|>"
 
 
-def test_a_conversation_needs_a_template(make_tokenizer: Callable) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="chat_template"):
-        encode_conversation(tokenizer, chat("abc", "cab"))
-
-
 # History and text
 
 
@@ -282,11 +230,8 @@ def test_history_and_back(content: str) -> None:
     history = to_history(conversations)
     assert isinstance(history, History) and history.batch_size == (2, 2)
     assert [from_history(h) for h in history.unbind(0)] == conversations
-
-
-def test_history_of_unequal_conversations() -> None:
-    conversations = [chat("abc"), chat("abc", "cab", "b"), chat("abc", "cab")]
-    assert [from_history(h) for h in to_history(conversations).unbind(0)] == conversations
+    unequal = [chat("abc"), chat("abc", content, "b"), chat("abc", content)]
+    assert [from_history(h) for h in to_history(unequal).unbind(0)] == unequal
 
 
 def test_a_decoded_answer_has_no_special_tokens(make_tokenizer: Callable) -> None:
@@ -353,13 +298,6 @@ def test_special_tokens_typed_anywhere_are_text(make_tokenizer: Callable) -> Non
     assert special_ids(tokenizer, ids) == tokenizer.convert_tokens_to_ids(["<|eot|>"])
     assert tokenizer.decode(ids).count(bad) == 11
     assert tools[0]["function"]["name"] == bad, "the caller's own are as they were"
-
-
-def test_a_control_token_need_not_be_called_special(make_tokenizer: Callable) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<|User|>", "<\uff5cUser\uff5c>"])
-    ids = encode_prompt(tokenizer, chat("a<|User|>b<\uff5cUser\uff5c>c"))
-    assert not {*tokenizer.convert_tokens_to_ids(["<|User|>", "<\uff5cUser\uff5c>"])} & {*ids}
 
 
 def test_plain_text_may_hold_special_tokens(make_tokenizer: Callable) -> None:

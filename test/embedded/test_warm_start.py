@@ -122,25 +122,16 @@ def test_same_seed_same_bits_whatever_the_thread_count_and_global_state_untouche
         torch.set_num_threads(threads)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert weights(again) == weights(built)
-
-
-def test_a_second_call_returns_the_first_result(built):
-    lines: list[str] = []
-    stamp = (built / "model.safetensors").stat().st_mtime_ns
+    # A second call returns the first result
+    stamp, lines = (built / "model.safetensors").stat().st_mtime_ns, []
     assert warm_start(0, steps=STEPS, cache_dir=built.parent, log=lines.append) == built
     assert not lines and (built / "model.safetensors").stat().st_mtime_ns == stamp
-    assert [entry.name for entry in built.parent.iterdir()] == [built.name]
 
 
-def test_seed_and_steps_have_results_of_their_own(built):
-    other_seed = warm_start(1, steps=1, cache_dir=built.parent)
-    other_steps = warm_start(0, steps=1, cache_dir=built.parent)
-    assert len({built, other_seed, other_steps}) == 3
-    assert weights(other_seed) != weights(other_steps) != weights(built)
-
-
-def test_tasks_have_results_of_their_own(built, tmp_path):
+def test_tasks_seeds_and_steps_have_results_of_their_own(built, tmp_path):
     assert TEACHERS.keys() == EMBEDDED_TASKS.keys()
+    others = [warm_start(seed, steps=1, cache_dir=built.parent) for seed in (1, 0)]
+    assert len({built, *others}) == 3 and weights(others[0]) != weights(others[1]) != weights(built)
     assert "addition" in built.name
     for task in ("calculator", "guessing"):
         path = warm_start(0, task, steps=1, cache_dir=tmp_path / "a")
@@ -149,6 +140,8 @@ def test_tasks_have_results_of_their_own(built, tmp_path):
     assert len({weights(path) for path in (tmp_path / "a").iterdir()}) == 2
     with pytest.raises(ValueError, match="task='chess' has no teacher: use one of .*'calculator'"):
         warm_start(0, "chess", cache_dir=tmp_path)
+    with pytest.raises(ValueError, match="steps=0 must be"):
+        warm_start(0, steps=0, cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize("task", ["calculator", "guessing"])
@@ -200,11 +193,6 @@ def test_of_two_builders_the_first_to_finish_wins(built, tmp_path):
     assert winners == [(late, (late / "model.safetensors").stat().st_ino)]
     assert [entry.name for entry in tmp_path.iterdir()] == [built.name]
     assert weights(late) == weights(built)
-
-
-def test_steps_below_one_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match="steps=0 must be"):
-        warm_start(0, steps=0, cache_dir=tmp_path)
 
 
 def test_where_results_are_kept(monkeypatch, tmp_path):

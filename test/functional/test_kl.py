@@ -66,25 +66,9 @@ def test_penalty_equals_a_slow_loop(rewards, coeff, length):
     expected = [r - coeff * math.fsum(row) for r, row in zip(rewards, kl.tolist(), strict=True)]
     result = kl_penalized_reward(torch.tensor(rewards, dtype=torch.float64), kl, coeff)
     torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_penalty_is_a_sum_over_tokens_and_passes_no_gradient():
-    kl = torch.full((2, 3), 0.5, requires_grad=True)
-    rewards = torch.tensor([1.0, 0.0], requires_grad=True)
-    penalised = kl_penalized_reward(rewards, kl, 0.1)
-    torch.testing.assert_close(penalised.detach(), torch.tensor([0.85, -0.15]))
-    penalised.sum().backward()
-    assert kl.grad is None and rewards.grad.tolist() == [1.0, 1.0]
-
-
-def test_a_longer_row_of_higher_kl_earns_less():
-    short, long = torch.tensor([[0.2, 0.0, 0.0]]), torch.tensor([[0.2, 0.2, 0.2]])
-    reward = torch.ones(1)
-    assert kl_penalized_reward(reward, long, 0.5) < kl_penalized_reward(reward, short, 0.5)
-
-
-def test_an_abstaining_row_still_abstains():
-    assert kl_penalized_reward(torch.tensor([float("nan")]), torch.ones(1, 2), 0.1).isnan().all()
+    kl.requires_grad_()
+    assert not kl_penalized_reward(torch.tensor(rewards), kl, coeff).requires_grad
+    assert kl_penalized_reward(torch.full((len(rewards),), math.nan), kl, coeff).isnan().all()
 
 
 class Categorical:
@@ -119,14 +103,8 @@ def test_weighted_terms_have_the_gradient_of_the_reverse_kl(estimator: str, on_p
     torch.testing.assert_close(case.gradient(case.expected(estimator, weighted=True)), truth)
     if estimator != "k2":
         torch.testing.assert_close(case.expected(estimator, weighted=True), case.reverse_kl())
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_off_policy_no_unweighted_term_has_it(estimator: str, seed: int):
-    case = Categorical(seed, on_policy=False)
-    truth = case.gradient(case.reverse_kl())
-    assert (case.gradient(case.expected(estimator, weighted=False)) - truth).norm() > 0.05 * truth.norm()
+    if not on_policy:  # without the weights no estimator has it
+        assert (case.gradient(case.expected(estimator, weighted=False)) - truth).norm() > 0.05 * truth.norm()
 
 
 @pytest.mark.parametrize("seed", range(5))

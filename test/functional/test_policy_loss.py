@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from support.plain_losses import plain_surrogate
 from torchrl_rloo.functional.policy_loss import AGGREGATIONS, SURROGATES, VESPO, Clip, aggregate
 from torchrl_rloo.functional.ratios import RATIOS, split_among_tokens, token_log_ratio
 
@@ -14,61 +15,13 @@ log_probs_of_tokens = st.floats(-6, -0.01)
 tokens = st.lists(st.tuples(log_probs_of_tokens, log_probs_of_tokens, st.floats(-4, 4)), min_size=1, max_size=6)
 
 
-def clip(x: float, low: float, high: float) -> float:
-    return min(max(x, low), high)
+def slow(surrogate: str, new: float, old: float, advantage: float, **chosen: float) -> tuple[float, float]:
+    """Return the value of one token's loss and its derivative with respect to the log-prob."""
+    log_prob = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    loss = plain_surrogate(surrogate, (log_prob - old).exp(), advantage, log_prob, old, **chosen)
+    return loss.item(), torch.autograd.grad(loss, log_prob)[0].item() if loss.requires_grad else 0.0
 
 
-# Value and gradient of one token with respect to its log-prob, from the papers' equations, differentiated by hand.
-
-
-def slow_clip(new, old, advantage, *, low=0.2, high=0.2, dual=None):
-    ratio = math.exp(new - old)
-    objective = min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
-    flat = ratio > 1 + high if advantage > 0 else ratio < 1 - low
-    if dual is not None and advantage < 0 and objective < dual * advantage:
-        objective, flat = dual * advantage, True
-    return -objective, 0.0 if flat else -ratio * advantage
-
-
-def slow_cispo(new, old, advantage, *, low=1.0, high=4.0):
-    weight = clip(math.exp(new - old), 1 - low, 1 + high)
-    return -weight * advantage * new, -weight * advantage
-
-
-def slow_sapo(new, old, advantage, *, tau_positive=1.0, tau_negative=1.05):
-    ratio, tau = math.exp(new - old), tau_positive if advantage > 0 else tau_negative
-    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
-    return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
-
-
-def slow_dppo(new, old, advantage, *, delta=0.15):
-    ratio = math.exp(new - old)
-    outside = abs(math.exp(new) - math.exp(old)) > delta
-    kept = 0.0 if outside and (ratio - 1) * advantage > 0 else 1.0
-    return -kept * ratio * advantage, -kept * ratio * advantage
-
-
-def slow_vespo(
-    new, old, advantage, *, k_positive=2.0, k_negative=3.0, lambda_positive=3.0, lambda_negative=2.0
-) -> tuple[float, float]:
-    ratio = math.exp(new - old)
-    k, lambda_ = (k_positive, lambda_positive) if advantage >= 0 else (k_negative, lambda_negative)
-    weight = ratio**k * math.exp(lambda_ * (1 - ratio))
-    return -weight * advantage * new, -weight * advantage
-
-
-def slow_unclipped(new, old, advantage):
-    return (-math.exp(new - old) * advantage,) * 2
-
-
-SLOW = {
-    "unclipped": slow_unclipped,
-    "clip": slow_clip,
-    "cispo": slow_cispo,
-    "sapo": slow_sapo,
-    "dppo": slow_dppo,
-    "vespo": slow_vespo,
-}
 CASES = {
     "clip": ("clip", {}),
     "asymmetric clip": ("clip", {"low": 0.1, "high": 0.6}),
@@ -113,7 +66,7 @@ def test_value_and_gradient_equal_a_slow_loop(name, rows):
     log_ratio = token_log_ratio(new, old, torch.ones_like(new, dtype=torch.bool))
     loss = SURROGATES[surrogate](**chosen)(log_ratio, advantages, new, old)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
-    expected = torch.tensor([SLOW[surrogate](*row, **chosen) for row in rows], dtype=torch.float64)
+    expected = torch.tensor([slow(surrogate, *row, **chosen) for row in rows], dtype=torch.float64)
     torch.testing.assert_close(loss.detach()[0], expected[:, 0], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradient[0], expected[:, 1], rtol=1e-9, atol=1e-12)
 
@@ -128,19 +81,6 @@ def test_gradcheck(name):
         advantages = sign * torch.tensor([[1.0, -2.0, 0.5, 3.0, 1.0]], dtype=torch.float64)
         check = lambda x, a=advantages: SURROGATES[surrogate](**chosen)(x - old, a, x, old)  # noqa: E731
         assert torch.autograd.gradcheck(check, new)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(log_probs_of_tokens, st.floats(-4, 4)), min_size=1, max_size=6))
-@pytest.mark.parametrize("name", CASES)
-def test_at_a_ratio_of_one_the_gradient_is_reinforces(name, rows):
-    surrogate, chosen = CASES[name]
-    new, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
-    new.requires_grad_()
-    old = new.detach()
-    loss = SURROGATES[surrogate](**chosen)(new - old, advantages, new, old)
-    (gradient,) = torch.autograd.grad(loss.sum(), new)
-    torch.testing.assert_close(gradient, -advantages, rtol=1e-12, atol=1e-12)
 
 
 LEVELS = [(r, s) for r in RATIOS for s in SURROGATES if not (r == "sequence" and s == "dppo")]  # dppo works on tokens
@@ -176,26 +116,17 @@ def test_the_loss_of_a_sequence_is_one_value_and_token_advantages_make_it_one_of
     assert VESPO()(log_ratio, torch.ones(2, 1), new, old).shape == (2, 3)  # its gradient is per token
 
 
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("log_ratio", [-1000.0, -100.0, -30.0, 30.0, 88.8, 100.0, 1000.0])
 @pytest.mark.parametrize("name", CASES)
-def test_extreme_log_ratios_give_finite_values_and_gradients(name, log_ratio, advantage):
+def test_extreme_log_ratios_give_finite_values_and_gradients(name):
     surrogate, chosen = CASES[name]
-    new = torch.full((1, 2), min(log_ratio, 0.0), requires_grad=True)
-    old = torch.full((1, 2), min(-log_ratio, 0.0))
-    loss = SURROGATES[surrogate](**chosen)(new - old, torch.full((1, 1), advantage), new, old)
-    (gradient,) = torch.autograd.grad(loss.sum(), new)
-    assert loss.isfinite().all() and gradient.isfinite().all()
-    if advantage == 0:
-        assert (loss == 0).all() and (gradient == 0).all()
-
-
-def test_extreme_ratios_that_the_clip_bounds_have_its_value():
-    log_ratio = torch.tensor([[30.0, 1000.0, -30.0, -1000.0]], requires_grad=True)
-    loss = Clip(0.2, 0.3)(log_ratio, torch.tensor([[1.0, 2.0, -1.0, -2.0]]), log_ratio, log_ratio)
-    torch.testing.assert_close(loss.detach(), torch.tensor([[-1.3, -2.6, 0.8, 1.6]]))
-    (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
-    assert gradient.tolist() == [[0.0] * 4]
+    for advantage in (-1.0, 0.0, 1.0):
+        log_ratio = torch.tensor([[-1000.0, -100.0, -30.0, 30.0, 88.8, 100.0, 1000.0]])
+        new, old = log_ratio.clamp(max=0).requires_grad_(), (-log_ratio).clamp(max=0)
+        loss = SURROGATES[surrogate](**chosen)(new - old, torch.full((1, 1), advantage), new, old)
+        (gradient,) = torch.autograd.grad(loss.sum(), new)
+        assert loss.isfinite().all() and gradient.isfinite().all()
+        if advantage == 0:
+            assert (loss == 0).all() and (gradient == 0).all()
 
 
 @pytest.mark.parametrize("log_ratio", [15.0, 21.0, 30.0, 80.0, 1000.0])
@@ -210,24 +141,6 @@ def test_a_bad_token_of_high_ratio_is_pushed_down_unless_the_dual_is_on(log_rati
 
 
 @settings(deadline=None, max_examples=25)
-@given(tokens, st.floats(1.01, 5))
-def test_the_dual_bounds_the_loss_of_bad_tokens_and_leaves_good_ones_alone(rows, dual):
-    new, old, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
-    plain = Clip()(new - old, advantages, new, old)
-    floored = Clip(dual=dual)(new - old, advantages, new, old)
-    assert torch.equal(floored[advantages >= 0], plain[advantages >= 0])
-    bad = advantages < 0
-    assert (floored[bad] <= -dual * advantages[bad] * (1 + 1e-12)).all()
-
-
-def slow_clipped(new, old, advantage, surrogate, chosen) -> bool:
-    """Return whether the hand-written gradient is 0 although the advantage is not; soft surrogates only come close."""
-    return (
-        surrogate not in ("sapo", "vespo") and advantage != 0 and SLOW[surrogate](new, old, advantage, **chosen)[1] == 0
-    )
-
-
-@settings(deadline=None, max_examples=25)
 @given(tokens)
 @pytest.mark.parametrize("name", CASES)
 def test_clipped_tokens_are_those_without_a_gradient(name, rows):
@@ -236,18 +149,15 @@ def test_clipped_tokens_are_those_without_a_gradient(name, rows):
     rows = [(new, old, advantage if abs(advantage) > 1e-9 else 0.0) for new, old, advantage in rows]
     new, old, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
     clipped = SURROGATES[surrogate](**chosen).clipped(new - old, advantages, new, old)
-    assert clipped.dtype == torch.bool
-    assert clipped[0].tolist() == [slow_clipped(*row, surrogate, chosen) for row in rows]
+    soft = surrogate in ("sapo", "vespo")  # their gradient only comes close to 0
+    expected = [not soft and row[2] != 0 and slow(surrogate, *row, **chosen)[1] == 0 for row in rows]
+    assert clipped.dtype == torch.bool and clipped[0].tolist() == expected
 
 
 def test_a_ratio_that_underflows_on_the_side_of_no_bound_is_not_clipped():
     log_ratio, one = torch.tensor([[-120.0, 120.0]]), torch.ones(1, 2)
     assert Clip().clipped(log_ratio, one, log_ratio, log_ratio).tolist() == [[False, True]]
     assert Clip().clipped(log_ratio, -one, log_ratio, log_ratio).tolist() == [[True, False]]
-
-
-def test_the_loss_of_equal_objects_is_the_same_choice():
-    assert Clip(0.2) == Clip() == Clip(low=0.2, high=0.2) != Clip(0.2, 0.28)
 
 
 @pytest.mark.parametrize(
@@ -341,15 +251,6 @@ def test_parts_in_any_order_add_up_to_the_whole(mode, rows, data):
     assert sum(p.item() for p in parts) == pytest.approx(ours(rows, mode).item(), abs=1e-12)
 
 
-@settings(deadline=None, max_examples=25)
-@given(ragged_batches, st.integers(1, 4))
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_padding_changes_nothing(mode, rows, padding):
-    width = max(map(len, rows))
-    wide = aggregate(*padded(rows, width + padding), chosen(mode))
-    assert wide.item() == pytest.approx(ours(rows, mode).item(), abs=1e-12)
-
-
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_masked_values_are_never_read(mode):
     values = torch.tensor([[1.0, NAN], [math.inf, NAN]], requires_grad=True)
@@ -366,17 +267,6 @@ def test_nothing_to_sum_is_zero(mode, shape):
     result = aggregate(values, torch.zeros(shape, dtype=torch.bool), chosen(mode))
     (gradient,) = torch.autograd.grad(result, values)
     assert result.item() == 0 and not gradient.any()
-
-
-def test_all_modes_agree_on_one_sequence_up_to_its_length():
-    rows = [[1.0, 2.0, 6.0]]
-    results = {mode: ours(rows, mode).item() for mode in AGGREGATIONS}
-    assert results == {
-        "sequence_sum": 9.0,
-        "sequence_mean": 3.0,
-        "token_mean": 3.0,
-        "constant": pytest.approx(9.0 / CONSTANT),
-    }
 
 
 def test_a_function_aggregates_too():

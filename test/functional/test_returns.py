@@ -88,6 +88,7 @@ def test_no_action_tokens_have_no_turns():
     assert spread_turns(earned, turns).tolist() == [[0.0] * 3] * 2
     earned, mask = turn_rewards(torch.ones(2, 0), torch.zeros(2, 0, dtype=torch.int64))
     assert earned.shape == mask.shape == (2, 0) and rewards_to_go(earned, mask).shape == (2, 0)
+    assert [values.shape for values in gae(earned, earned, mask)] == [(2, 0)] * 2
 
 
 def random_batch(lengths: list[int], seed: int = 0):
@@ -122,17 +123,6 @@ def test_advantages_equal_a_slow_loop(lengths, discount, lam, seed):
     assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
 
 
-def test_its_two_ends():
-    rewards, values, mask = random_batch([5, 3])
-    advantages, returns = gae(rewards, values, mask, discount=1.0, lam=1.0)
-    to_come = torch.where(mask, rewards, 0.0).flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(returns, torch.where(mask, to_come, 0.0))
-    torch.testing.assert_close(advantages, torch.where(mask, to_come - values, 0.0))
-    one_step, _ = gae(rewards, values, mask, discount=0.9, lam=0.0)
-    torch.testing.assert_close(one_step[1, 1], rewards[1, 1] + 0.9 * values[1, 2] - values[1, 1])
-    torch.testing.assert_close(one_step[1, 2], rewards[1, 2] - values[1, 2])
-
-
 def test_it_is_torchrls_where_that_applies():
     rewards, values, _ = random_batch([6, 6])
     done = torch.zeros(2, 6, 1, dtype=torch.bool)
@@ -154,12 +144,6 @@ def test_values_beyond_a_row_are_never_read():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_no_action_tokens_at_all():
-    empty = torch.zeros(3, 0)
-    advantages, returns = gae(empty, empty, empty.bool())
-    assert advantages.shape == returns.shape == (3, 0)
-
-
 NUMBERS = st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=6)
 
 
@@ -179,12 +163,6 @@ def test_gradients_are_those_of_finite_differences():
     old = torch.zeros(1, 4, dtype=torch.float64)
     targets = torch.tensor([[1.0, 1.1, 1.0, -2.0]], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, old, targets, 0.2), values)
-
-
-def test_the_clip_removes_the_gradient_only_of_a_value_that_has_gone_far_enough():
-    values = torch.tensor([0.5, 0.5, 0.1], requires_grad=True)  # towards its target, away from it, within the clip
-    clipped_value_loss(values, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), 0.2).sum().backward()
-    assert values.grad.tolist() == pytest.approx([0.0, 1.5, -0.9])
 
 
 @settings(deadline=None, max_examples=60)

@@ -24,23 +24,7 @@ NAN = float("nan")
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), max_size=12))
-def test_masked_mean_equals_a_slow_loop(pairs):
-    kept = [v for v, m in pairs if m]
-    values = torch.tensor([v if m else NAN for v, m in pairs], dtype=torch.float64)  # masked values may be anything
-    mask = torch.tensor([m for _, m in pairs], dtype=torch.bool)
-    expected = math.fsum(kept) / len(kept) if kept else 0.0
-    assert masked_mean(values, mask).item() == pytest.approx(expected, abs=1e-12)
-
-
-def test_masked_mean_of_two_dimensions():
-    values = torch.tensor([[1.0, 2.0, float("inf")], [6.0, NAN, NAN]])
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert masked_mean(values, mask).item() == 3.0
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.one_of(st.just(NAN), st.floats(-10, 10)), min_size=2, max_size=12))
+@given(st.lists(st.one_of(st.just(NAN), st.floats(-10, 10)), max_size=12))
 def test_nanstd_equals_the_standard_library(values):
     kept = [v for v in values if not math.isnan(v)]
     result = nanstd(torch.tensor(values, dtype=torch.float64)).item()
@@ -48,11 +32,6 @@ def test_nanstd_equals_the_standard_library(values):
         assert math.isnan(result)
     else:
         assert result == pytest.approx(statistics.stdev(kept), abs=1e-9)
-
-
-@pytest.mark.parametrize("values", [[], [1.0], [NAN, NAN], [NAN, 3.0]])
-def test_nanstd_of_fewer_than_two_values_is_nan(values):
-    assert nanstd(torch.tensor(values)).isnan()
 
 
 @settings(deadline=None, max_examples=60)
@@ -65,37 +44,23 @@ def test_effective_sample_size_equals_a_slow_loop(log_ratios):
     assert 0 < result <= 1 + 1e-12
 
 
-@pytest.mark.parametrize("log_ratio", [0.0, 3.0, -200.0, 200.0])
-def test_effective_sample_size_of_equal_weights_is_one(log_ratio):
-    assert effective_sample_size(torch.full((5,), log_ratio)).item() == pytest.approx(1.0, abs=1e-5)
-
-
 def test_effective_sample_size_of_one_weight_that_counts_and_of_none():
     assert effective_sample_size(torch.tensor([300.0, -300.0, 0.0, 0.0])).item() == pytest.approx(0.25)
     assert effective_sample_size(torch.zeros(0)).isnan()
+    assert effective_sample_size(torch.full((5,), -200.0)).item() == pytest.approx(1.0, abs=1e-5)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.floats(-10, 10), st.one_of(st.just(0.0), st.floats(0.01, 10))), max_size=12))
-def test_masked_mean_by_weights_equals_a_slow_loop(pairs):
+def test_masked_mean_by_weights_of_any_size_and_by_a_mask_equals_a_slow_loop(pairs):
     total = math.fsum(w for _, w in pairs)
     values = torch.tensor([v if w else NAN for v, w in pairs], dtype=torch.float64)
     weights = torch.tensor([w for _, w in pairs], dtype=torch.float64)
     expected = math.fsum(v * w for v, w in pairs) / total if total else 0.0
     assert masked_mean(values, weights).item() == pytest.approx(expected, abs=1e-9)
-
-
-def test_masked_mean_by_whole_weights_is_that_of_repeated_values():
-    values, weights = torch.tensor([1.0, 4.0, -2.0]), torch.tensor([2.0, 1.0, 3.0])
-    repeated = values.repeat_interleave(weights.long())
-    assert masked_mean(values, weights).item() == pytest.approx(repeated.mean().item())
-    assert masked_mean(values, torch.ones(3)).item() == masked_mean(values, torch.ones(3).bool()).item()
-
-
-@pytest.mark.parametrize("scale", [1e-6, 0.1, 1e3])
-def test_masked_mean_does_not_depend_on_the_size_of_the_weights(scale):
-    values, weights = torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])
-    assert masked_mean(values, weights * scale).item() == pytest.approx(3.25, rel=1e-5)
+    assert masked_mean(values[None], weights[None] * 1e-6).item() == pytest.approx(expected, abs=1e-6)
+    mask, kept = weights > 0, [v for v, w in pairs if w]
+    assert masked_mean(values, mask).item() == pytest.approx(math.fsum(kept) / max(1, len(kept)), abs=1e-9)
 
 
 def test_wilson_interval():

@@ -42,102 +42,6 @@ def make_policy(random_model, bpe) -> Callable[..., TransformersWrapper]:
     return make
 
 
-# seeds and streams
-
-
-def test_a_seed_fixes_the_whole_stream_of_a_wrapper(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    first, second = make_policy(seed=3), make_policy(seed=3)
-    torch.manual_seed(0)
-    one = [responses(first(prompt_rows(*ids))) for _ in range(3)]
-    torch.manual_seed(1)
-    two = [responses(second(prompt_rows(*ids))) for _ in range(3)]
-    assert one == two
-    assert one[0] != one[1] != one[2]
-    assert responses(make_policy(seed=4)(prompt_rows(*ids))) != one[0]
-
-
-def test_without_a_seed_the_global_stream_decides(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    policy, drawn = make_policy(), []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        drawn.append(responses(policy(prompt_rows(*ids))))
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert policy.sampler_state() == {}
-
-
-def test_a_sampler_state_resumes_the_same_stream(make_policy: Callable, prompt_rows: Callable, ids, tmp_path) -> None:
-    policy = make_policy(seed=0)
-    policy(prompt_rows(*ids))
-    torch.save(policy.sampler_state(), tmp_path / "state.pt")
-    expected = [responses(policy(prompt_rows(*ids))) for _ in range(2)]
-    resumed = make_policy(seed=99)
-    resumed.load_sampler_state(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert [responses(resumed(prompt_rows(*ids))) for _ in range(2)] == expected
-
-
-def test_samples_of_a_seeded_row_differ(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    """A row's seed makes its samples repeatable, not equal: equal samples have no leave-one-out signal."""
-    policy = make_policy(num_samples=4, ignore_eos=True)
-    drawn = [responses(policy(prompt_rows(ids[0], seed=[7]))[0]) for _ in range(2)]
-    assert drawn[0] == drawn[1]
-    assert len({tuple(r) for r in drawn[0]}) == 4
-
-
-# number of samples, limits and stops of turns
-
-
-def test_num_samples(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    rows = prompt_rows(*ids, group_id=[5, 6, 7, 8])
-    out = make_policy(num_samples=3, seed=0)(rows)
-    assert out.batch_size == (4, 3)
-    for group, prompt, group_id in zip(out.unbind(0), ids, (5, 6, 7, 8), strict=True):
-        assert len({tuple(r) for r in responses(group)}) > 1
-        for row in group.unbind(0):
-            n = len(prompt)
-            assert row[keys.TOKENS].tolist() == prompt + row[keys.RESPONSE_TOKENS].tolist()
-            assert row[keys.PROMPT_TOKENS].tolist() == prompt and int(row[keys.GROUP_ID]) == group_id
-            assert not row[keys.ACTION_MASK][:n].any() and row[keys.ACTION_MASK][n:].all()
-    assert keys.TOKENS not in rows.keys(True, True), "the rows given are prompts still"
-    for number in (0, -1):
-        with pytest.raises(ValueError, match=f"num_samples={number}"):
-            make_policy(num_samples=number)
-
-
-def test_truncated_says_whether_the_limit_ended_the_turn(
-    make_policy: Callable, prompt_rows: Callable, ids, bpe
-) -> None:
-    out = make_policy(seed=1)(prompt_rows(*ids, *ids, *ids))
-    ended = [r[-1] == bpe.eos_token_id for r in responses(out)]
-    assert 0 < sum(ended) < len(ended)
-    assert out[keys.RESPONSE_TRUNCATED].flatten().tolist() == [not e for e in ended]
-    assert all(len(r) == 8 for r, e in zip(responses(out), ended, strict=True) if not e)
-
-
-def test_an_end_at_the_limit_is_no_truncation(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
-    free = responses(make_policy()(prompt_rows(*ids, seed=[1, 2, 3, 4])))
-    assert any(r[-1] == bpe.eos_token_id for r in free)
-    out = make_policy()(prompt_rows(*ids, seed=[1, 2, 3, 4], max_new_tokens=[len(r) for r in free]))
-    assert responses(out) == free
-    expected = [r[-1] != bpe.eos_token_id for r in free]
-    assert out[keys.RESPONSE_TRUNCATED].flatten().tolist() == expected
-
-
-def test_stop_ids(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
-    stops = {bpe.eos_token_id, *range(30, 90)}
-    for given in (tuple(range(30, 90)), list(range(30, 90))):
-        out = responses(make_policy(seed=0, stop_token_ids=given, max_new_tokens=12)(prompt_rows(*ids)))
-        assert any(r[-1] in stops - {bpe.eos_token_id} for r in out)
-        assert not any(set(r[:-1]) & stops for r in out)
-    only = make_policy(seed=0, stop_token_ids=40, ignore_eos=True)
-    assert only.stop_ids == (40,)
-
-
-def test_ignore_eos(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
-    out = make_policy(seed=0, ignore_eos=True, max_new_tokens=12)(prompt_rows(*ids))
-    assert [len(r) for r in responses(out)] == [12] * 4
-    assert any(bpe.eos_token_id in r[:-1] for r in responses(out))
-
-
 def test_the_models_own_ends_of_turn_count(make_tokenizer: Callable, make_model: Callable, prompt_rows: Callable, ids):
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -145,18 +49,6 @@ def test_the_models_own_ends_of_turn_count(make_tokenizer: Callable, make_model:
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 0})
     assert set(policy.stop_ids) == {tokenizer.eos_token_id, *range(30, 90)}
     assert any(30 <= r[-1] < 90 and len(r) < 12 for r in responses(policy(prompt_rows(*ids))))
-
-
-def test_stop_strings(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
-    for given in ("ab", ["ab"]):
-        policy = make_policy(stop_strings=given, seed=0, max_new_tokens=12)
-        out = policy(prompt_rows(*ids))
-        texts = [bpe.decode(r) for r in responses(out)]
-        stopped = [r[-1] != bpe.eos_token_id and "ab" in t for r, t in zip(responses(out), texts, strict=True)]
-        assert any(stopped)
-        for response, text, truncated in zip(responses(out), texts, out[keys.RESPONSE_TRUNCATED], strict=True):
-            assert "ab" not in bpe.decode(response[:-1])
-            assert bool(truncated) == (response[-1] != bpe.eos_token_id and "ab" not in text)
 
 
 def test_a_stop_string_may_cross_tokens_but_not_the_prompt(
@@ -212,73 +104,6 @@ def test_unknown_arguments_are_refused_with_the_known_ones(kwargs: dict, make_po
         assert name in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"max_new_tokens": 0}, {"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 1}]
-    + [{"repetition_penalty": 0}],
-    ids=str,
-)
-def test_values_out_of_range_are_refused_by_name(kwargs: dict, make_policy: Callable) -> None:
-    (name, value), *_ = kwargs.items()
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        make_policy(**kwargs)
-
-
-# continuing
-
-
-def test_an_unfinished_turn_is_continued_in_tokens_mode(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    halves = make_policy(ignore_eos=True, max_new_tokens=4, seed=1)(prompt_rows(*ids))
-    for row in halves.unbind(0):
-        row.set("tokens", Tokens(prompt=row[keys.TOKENS]))
-    half = [r[keys.PROMPT_TOKENS].tolist() for r in halves.unbind(0)]
-    done = make_policy(ignore_eos=True, max_new_tokens=3, seed=0)(halves)
-    for row, start, prompt in zip(done.unbind(0), half, ids, strict=True):
-        assert row[keys.TOKENS][: len(start)].tolist() == start and len(row[keys.TOKENS]) == len(prompt) + 7
-        assert row[keys.ACTION_MASK].tolist() == [False] * len(prompt) + [True] * 7, "both parts were sampled"
-    scored = make_policy().get_new_version(generate=False).score(done)
-    behaviour = torch.stack([r[keys.LOG_PROBS][r[keys.ACTION_MASK]] for r in done.unbind(0)])
-    torch.testing.assert_close(scored.log_probs, behaviour, rtol=0, atol=1e-5)
-
-
-def test_an_unfinished_turn_is_continued_in_history_mode(make_policy: Callable, bpe, user: Callable) -> None:
-    messages = [*user("abc"), {"role": "assistant", "content": "ca"}]
-    row = TensorDict({"history": ChatHistory(prompt=to_history([messages])[0])}, [])
-    out = make_policy(input_mode="history", seed=0, ignore_eos=True)(stack_rows([row]))[0]
-    open_turn = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nca"
-    assert out[keys.PROMPT_TOKENS].tolist() == bpe(open_turn, add_special_tokens=False)["input_ids"]
-    full, said = out["history", "full"], bpe.decode(out[keys.RESPONSE_TOKENS], skip_special_tokens=True)
-    assert full.role == ["user", "assistant"] and full.content == ["abc", "ca" + said]
-
-
-def test_unequal_turn_counts_in_one_batch(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
-    """Rows at their first, second and third turn keep mask and log-probs of earlier turns."""
-    policy = make_policy(seed=0)
-    rows = list(policy(prompt_rows(*ids)).unbind(0))
-    between = bpe("\nmore", add_special_tokens=False)["input_ids"]
-
-    def answered(row: TensorDictBase) -> TensorDictBase:
-        context = torch.tensor(between)
-        tokens = torch.cat([row[keys.TOKENS], context])
-        mask = torch.cat([row[keys.ACTION_MASK], torch.zeros(len(context), dtype=torch.bool)])
-        log_probs = torch.cat([row[keys.LOG_PROBS], torch.zeros(len(context))])
-        data = {keys.PROMPT_TOKENS: tokens, keys.ACTION_MASK: mask, keys.LOG_PROBS: log_probs}
-        return TensorDict(data, [])
-
-    second = policy(stack_rows([answered(rows[0]), answered(rows[1])]))
-    mixed = stack_rows([answered(second[0]), answered(rows[2]), *prompt_rows(ids[3]).unbind(0)])
-    before = [(r[keys.PROMPT_TOKENS].clone(), r.get(keys.ACTION_MASK, None)) for r in mixed.unbind(0)]
-    out = policy(mixed)
-    for row, (prompt, mask) in zip(out.unbind(0), before, strict=True):
-        n = len(prompt)
-        assert row[keys.TOKENS].tolist() == prompt.tolist() + row[keys.RESPONSE_TOKENS].tolist()
-        assert row[keys.ACTION_MASK][:n].tolist() == ([False] * n if mask is None else mask.tolist())
-        assert row[keys.ACTION_MASK][n:].all()
-    scored = policy.get_new_version(generate=False).score(out)
-    behaviour = torch.cat([r[keys.LOG_PROBS][r[keys.ACTION_MASK]] for r in out.unbind(0)])
-    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behaviour, rtol=0, atol=1e-5)
-
-
 # modes and classes
 
 
@@ -316,23 +141,9 @@ def test_outputs_are_torchrls_classes(
     assert all(k in out.keys() for k in policy.out_keys)
 
 
-def test_empty_prompts_are_refused(make_policy: Callable, prompt_rows: Callable) -> None:
-    with pytest.raises(ValueError, match=r"rows \[1\] are empty"):
-        make_policy()(prompt_rows([5], []))
-    with pytest.raises(ValueError, match="no tokens"):
-        make_policy(input_mode="text")(stack_rows([TensorDict({"text": Text(prompt="")}, [])]))
-    with pytest.raises(KeyError, match="prompt"):
-        make_policy()(stack_rows([TensorDict({"query": torch.zeros(1)}, [])]))
-
-
 def test_a_dense_batch_is_as_good_as_a_ragged_one(make_policy: Callable, prompt_rows: Callable, ids) -> None:
     dense = TensorDict({keys.PROMPT_TOKENS: torch.tensor([ids[0]] * 3)}, [3])
     assert responses(make_policy(seed=0)(dense)) == responses(make_policy(seed=0)(prompt_rows(*[ids[0]] * 3)))
-
-
-def test_input_mode_is_checked(model, tokenizer) -> None:
-    with pytest.raises(ValueError, match="input_mode='txt'"):
-        TransformersWrapper(model, tokenizer=tokenizer, input_mode="txt")
 
 
 # scoring, and TorchRL on top of it
@@ -513,3 +324,41 @@ def test_scoring_has_a_gradient_and_generation_has_none(make_policy: Callable, p
     for row in out.unbind(0):
         row.set(keys.ADVANTAGE, torch.zeros(1, 1))
     assert RLOOLoss(scorer)(out).loss_objective.requires_grad
+
+
+# masks and log-probs of earlier turns: kept if they fit the ids, else an error
+
+
+@pytest.fixture
+def second_turn(make_policy, prompt_rows) -> TensorDictBase:
+    """Row after its first turn, with feedback ids appended to every key."""
+    rows = make_policy(seed=0)(prompt_rows([5, 6, 7]))
+    for row in rows.unbind(0):
+        row.set(keys.PROMPT_TOKENS, torch.cat([row[keys.TOKENS], torch.tensor([8, 9])]))
+        row.set(keys.ACTION_MASK, torch.cat([row[keys.ACTION_MASK], torch.zeros(2, dtype=torch.bool)]))
+        row.set(keys.LOG_PROBS, torch.cat([row[keys.LOG_PROBS], torch.zeros(2)]))
+    return rows
+
+
+@pytest.mark.parametrize("key", [keys.ACTION_MASK, keys.LOG_PROBS])
+@pytest.mark.parametrize("change", [lambda values: values[:-2], lambda values: values.repeat(2)])
+def test_another_length_than_that_of_the_ids_is_refused(make_policy, second_turn, key, change) -> None:
+    row = second_turn[0]
+    row.set(key, change(row[key]))
+    with pytest.raises(ValueError, match=rf"a prompt of {len(row[keys.PROMPT_TOKENS])} ids has \d+ values of"):
+        make_policy(seed=0)(second_turn)
+
+
+@pytest.mark.parametrize("missing", ["masks", "log_probs"])
+def test_one_without_the_other_is_refused(make_policy, second_turn, missing: str) -> None:
+    row = second_turn[0]
+    del row[missing]
+    with pytest.raises(ValueError, match="has no values of .*or delete both"):
+        make_policy(seed=0)(second_turn)
+
+
+def test_a_row_without_both_begins_anew(make_policy, second_turn) -> None:
+    row = second_turn[0]
+    del row["masks"], row["log_probs"]
+    out = make_policy(seed=0)(second_turn)[0]
+    assert int(out[keys.ACTION_MASK].sum()) == len(out[keys.RESPONSE_TOKENS])

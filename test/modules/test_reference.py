@@ -192,14 +192,6 @@ def test_a_reference_and_the_entropy_left_out(scorer, model, batch) -> None:
     for row in batch.unbind(0):
         torch.testing.assert_close(row[keys.REF_LOG_PROBS], expected(model, row)[0], rtol=0, atol=2e-5)
         assert set(row.keys(True, True)) == {keys.TOKENS, keys.ACTION_MASK, keys.GROUP_ID, keys.REF_LOG_PROBS}
-
-
-def test_rows_of_equal_length_in_one_tensor(scorer, batch) -> None:
-    row = batch[1]
-    dense = torch.stack([row, row.clone()]).contiguous()
-    out = record_log_probs(scorer, dense, micro_batch_size=1)
-    assert out[keys.PROXIMAL_LOG_PROBS].shape == (2, len(SHAPES[1]))
-
-
-def test_no_rows(scorer, batch) -> None:
+    dense = torch.stack([batch[1], batch[1].clone()]).contiguous()
+    assert record_log_probs(scorer, dense, micro_batch_size=1)[keys.PROXIMAL_LOG_PROBS].shape == (2, len(SHAPES[1]))
     assert len(record_log_probs(scorer, batch[:0])) == 0

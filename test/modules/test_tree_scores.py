@@ -13,7 +13,6 @@ from support.packed_rows import build, tree_rows
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import micro_batches, prefix_order, ragged
 from torchrl_rloo.modules import TransformersWrapper, add_adapter
-from torchrl_rloo.modules.packing import PACKED, _pack
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.training import accumulate
 
@@ -96,9 +95,3 @@ def test_a_loss_has_the_gradient_of_padded_rows(max_tokens: int | None, tokenize
         assert max_tokens is None or len(part) == 1 or distinct <= max_tokens
     if max_tokens is not None:
         assert 1 < len(parts) < len(list(micro_batches(rows, max_tokens=max_tokens, packing="packed")))
-
-
-@pytest.mark.parametrize("packing", PACKED)
-def test_a_first_token_has_no_prediction(packing: str) -> None:
-    rows, masks = [torch.tensor([1, 2, 3, 4])], [torch.tensor([True, False, True, False])]
-    assert _pack(rows, masks, packing).predictors.tolist() == [1]

@@ -181,28 +181,6 @@ def test_a_stop_string_may_be_cut_in_two(make_policy: Callable, tokenizer, promp
     assert responses(out)[0] == [a, b] and not out[0][keys.RESPONSE_TRUNCATED].item()
 
 
-def test_new_weights_in_the_middle_of_a_turn(make_policy: Callable, prompt_rows: Callable) -> None:
-    """The second request's script pauses the engine when the first has three of its ten tokens."""
-    now = [0.0]
-
-    def script(request: Request, index: int) -> ScriptedTurn:
-        if index == 1:
-            now[0] += 3
-            engine.pause("abort")
-            engine.update_weights("adapter", {"version": 4, "checksum": "", "path": ""}, timeout=60.0)
-            engine.resume()
-        turns = ([20] * 10, 10.0), ([30] * 2, 0.0), ([40] * 5, 0.0)
-        return ScriptedTurn(turns[index][0], [-1.0 - index] * len(turns[index][0]), latency=turns[index][1])
-
-    with ScriptedEngine(script, clock=lambda: now[0]) as engine:
-        out = make_policy(engine)(prompt_rows(*IDS[:2]))
-        assert responses(out) == [[20] * 3 + [40] * 5, [30] * 2]
-        assert versions(out) == [[0] * 3 + [4] * 5, [4] * 2]
-        assert out[0][keys.LOG_PROBS].tolist() == [0] * 3 + [-1] * 3 + [-3] * 5
-        assert engine.requests[2].prompt == [*IDS[0], 20, 20, 20] and engine.requests[2].limit == LIMIT - 3
-        assert not out[keys.RESPONSE_TRUNCATED].any()
-
-
 # answers that contradict the protocol
 
 GOOD = Sample([3, 4], [-0.5, -1.5], "stop", [0, 0])

@@ -18,20 +18,14 @@ def test_the_kl_coefficient_follows_a_slow_loop():
         assert float(coefficient) == pytest.approx(expected)
 
 
-def test_the_kl_coefficient_finds_the_target():
-    """The coefficient converges if the KL is inversely proportional to it."""
-    coefficient = AdaptiveKLCoefficient(0.01, target=2.0, horizon=100)
-    for _ in range(400):
-        coefficient.update(0.1 / float(coefficient), num_samples=50)
-    assert float(coefficient) == pytest.approx(0.05, rel=1e-3)
-
-
-def test_a_resumed_controller_continues_the_same():
+def test_a_resumed_controller_continues_the_same(caplog):
     first, second = (AdaptiveKLCoefficient(0.1, target=0.5, horizon=300) for _ in range(2))
     for value in (0.3, 0.55, 0.8):
         first.update(value, 7)
     second.load_state_dict(first.state_dict())
-    assert float(second) == float(first)
+    with caplog.at_level(logging.WARNING):  # a missing measurement changes nothing
+        second.update(math.nan, 8)
+    assert float(second) == float(first) and len(caplog.records) == 1
     for value in (0.45, 0.9, 0.1):
         first.update(value, 7), second.update(value, 7)
         assert float(second) == float(first) and second.state_dict() == first.state_dict()
@@ -51,13 +45,6 @@ def test_the_entropy_coefficient_moves_by_steps_and_is_off_above_the_target(capl
     for wrong in ({"target": 0}, {"step": -1}, {"initial": 2}, {"minimum": 0.1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             AdaptiveEntropyCoefficient(**wrong)
-
-
-def test_a_missing_measurement_changes_nothing_and_is_logged(caplog):
-    kl = AdaptiveKLCoefficient(0.1, 1.0)
-    with caplog.at_level(logging.WARNING):
-        kl.update(math.nan, 8)
-    assert float(kl) == 0.1 and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

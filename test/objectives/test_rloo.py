@@ -2,23 +2,21 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
+from support.gradients import assert_same_gradient, gradient_of
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.functional import Clip
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss, SFTLoss, merge_outputs
 from torchrl_rloo.replay import drop_zero_advantage
 
 SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa", "ppaaaaaaccac", "pccaap"]  # a marks the action tokens
 ADVANTAGES = [1.0, -0.5, 2.0, -1.5, 0.0, 0.7]
-DRIFTS = [0.0, -0.2, 0.3, 0.15, 0.1, -0.1]  # increase of each action token's log-prob since it was sampled
 TRUNCATED = [False, True, False, False, True, False]
 
 
@@ -69,123 +67,6 @@ def rows(exact_model) -> TensorDictBase:
     return stack_rows(result)
 
 
-@pytest.fixture(scope="module")
-def stale_rows(rows) -> TensorDictBase:
-    """The same rows, sampled with weights that have moved since."""
-    result = [row.clone() for row in rows.unbind(0)]
-    for row, drift in zip(result, DRIFTS, strict=True):
-        row[keys.LOG_PROBS].sub_(drift * row[keys.ACTION_MASK])
-    return stack_rows(result)
-
-
-@dataclass
-class Expected:
-    values: dict[str, float]
-    gradient: list[torch.Tensor]
-
-
-def plain_rloo(
-    exact_model,
-    rows: TensorDictBase,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-    ratio: str = "sequence",
-    mask_truncated: bool = False,
-    num_rows: int | None = None,
-) -> Expected:
-    """Compute the definition: row by row, token by token, whole logits, float64, no padding."""
-    exact_model.zero_grad()
-    losses, log_ratios, differences, k3s, entropies, clipped = [], [], [], [], [], []
-    for row in rows.unbind(0):
-        tokens, action, advantage = row[keys.TOKENS], row[keys.ACTION_MASK], float(row[keys.ADVANTAGE])
-        full = exact_log_probs(exact_model, tokens)
-        log_ratio = total = torch.zeros((), dtype=torch.float64)
-        for t, token in enumerate(tokens.tolist()):
-            if not action[t] or (mask_truncated and row[keys.TRUNCATED].item()):
-                continue
-            difference = full[t, token] - row[keys.LOG_PROBS][t]
-            log_ratio, total = log_ratio + difference, total + full[t, token]
-            differences.append(abs(difference.item()))
-            k3s.append(math.exp(difference.item()) - 1 - difference.item())
-            entropies.append(-(full[t].exp() * full[t]).sum().item())
-        rho = log_ratio.exp()
-        bounded = rho.clamp(1 - low, 1 + high)
-        counted = 0 if mask_truncated and row[keys.TRUNCATED].item() else int(action.sum())
-        if ratio == "none":  # the gradient of REINFORCE, and a ratio of 1 at each token
-            losses.append(-advantage * (total - total.detach() + counted))
-        else:
-            losses.append(-torch.min(rho * advantage, bounded * advantage) * (counted > 0))
-        log_ratios.append(log_ratio.item())
-        is_low = ratio == "sequence" and rho.item() < 1 - low and advantage < 0
-        is_high = ratio == "sequence" and rho.item() > 1 + high and advantage > 0
-        clipped.append((is_low, is_high))
-    n = len(losses)
-    loss = sum(losses) / (num_rows or n)
-    loss.backward()
-    weights = [math.exp(x) for x in log_ratios]
-    values = {
-        "loss_objective": loss.item(),
-        "entropy": sum(entropies) / len(entropies),
-        "kl_approx": sum(k3s) / len(k3s),
-        "ESS": sum(weights) ** 2 / (n * sum(w * w for w in weights)),
-        "clip_fraction_low": sum(a for a, _ in clipped) / n,
-        "clip_fraction_high": sum(b for _, b in clipped) / n,
-        "clip_fraction": sum(a or b for a, b in clipped) / n,
-        "log_ratio_max": max(differences),
-    }
-    return Expected(values, [p.grad.clone() for p in exact_model.parameters()])
-
-
-def gradient_of(model, *losses: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad()
-    for loss in losses:
-        loss.backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def assert_same_gradient(ours: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-5) -> None:
-    scale = max(float(g.norm()) for g in expected)
-    for a, b in zip(ours, expected, strict=True):
-        assert float((a.double() - b.double()).norm()) <= tolerance * scale
-
-
-def check(loss: RLOOLoss, model, rows: TensorDictBase, expected: Expected) -> None:
-    out = loss(rows)
-    for name, value in expected.values.items():
-        assert getattr(out, name).item() == pytest.approx(value, abs=2e-5), name
-    assert_same_gradient(gradient_of(model, out.loss_objective), expected.gradient)
-
-
-VARIANTS = {
-    "default": ({}, {}),
-    "asymmetric clip": ({"surrogate": Clip(0.1, 0.4)}, {"low": 0.1, "high": 0.4}),
-    "low side only": ({"surrogate": {"name": "clip", "low": 0.05, "high": 100.0}}, {"low": 0.05, "high": 100.0}),
-    "no clip": ({"surrogate": "unclipped"}, {"low": 1.0, "high": math.inf}),
-    "no ratio": ({"ratio": "none"}, {"ratio": "none"}),
-    "truncated masked": ({"mask_truncated_completions": True}, {"mask_truncated": True}),
-    "truncated masked, no ratio": (
-        {"mask_truncated_completions": True, "ratio": "none"},
-        {"mask_truncated": True, "ratio": "none"},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("stale", [False, True], ids=["on-policy", "off-policy"])
-def test_values_gradient_and_metrics_equal_a_plain_implementation(
-    make_loss, model, exact_model, rows, stale_rows, name, stale
-):
-    settings, plain = VARIANTS[name]
-    batch = stale_rows if stale else rows
-    check(make_loss(**settings), model, batch, plain_rloo(exact_model, batch, **plain))
-
-
-def test_the_stale_rows_meet_both_sides_of_the_clip(exact_model, stale_rows):
-    values = plain_rloo(exact_model, stale_rows).values
-    assert values["clip_fraction_low"] > 0 and values["clip_fraction_high"] > 0 and values["ESS"] < 0.99
-
-
 def test_on_policy_the_ratio_is_one(make_loss, rows):
     out = make_loss()(rows)
     assert out.log_ratio_max.item() < 1e-5 and out.kl_approx.item() < 1e-8
@@ -219,31 +100,6 @@ def test_on_policy_samples_have_ratio_one(model, tokenizer, sampling):
     assert out.num_action_tokens.item() == sum(int(r[keys.ACTION_MASK].sum()) for r in rows.unbind(0))
 
 
-@pytest.mark.parametrize("split", [[[0], [1], [2], [3], [4], [5]], [[5, 0], [4, 2, 1], [3]], [[4], [0, 1, 2, 3, 5]]])
-def test_micro_batches_give_the_gradient_and_metrics_of_the_whole(make_loss, model, stale_rows, split):
-    loss = make_loss()
-    whole = loss(stale_rows)
-    expected = gradient_of(model, whole.loss_objective)
-    parts = [loss(stack_rows([stale_rows[i] for i in part]), loss.normalizers(stale_rows)) for part in split]
-    assert_same_gradient(gradient_of(model, *(p.loss_objective for p in parts)), expected)
-    merged = merge_outputs(parts)
-    assert merged.pop("loss") == pytest.approx(whole.loss_objective.item(), abs=1e-5)
-    fields = {name: name for name in ("kl_approx", "ESS", "correction", "kept", "log_ratio_max")}
-    fields["entropy/with_signal"] = "entropy"
-    fields |= {"clip_ratio/region_mean": "clip_fraction"}
-    fields |= {f"clip_ratio/{side}_mean": f"clip_fraction_{side}" for side in ("low", "high")}
-    assert merged == pytest.approx({name: getattr(whole, field).item() for name, field in fields.items()}, abs=1e-5)
-
-
-@pytest.mark.parametrize("ratio", ["sequence", "none"])
-def test_rows_of_zero_advantage_add_nothing(make_loss, model, stale_rows, ratio):
-    loss = make_loss(ratio=ratio)
-    expected = gradient_of(model, loss(stale_rows).loss_objective)
-    kept = drop_zero_advantage(stale_rows)
-    assert len(kept) == len(stale_rows) - 1
-    assert_same_gradient(gradient_of(model, loss(kept, loss.normalizers(stale_rows)).loss_objective), expected)
-
-
 def test_a_batch_without_any_signal_has_loss_zero(make_loss, model, rows):
     dead = [row.clone() for row in rows.unbind(0)]
     for row in dead:
@@ -256,33 +112,19 @@ def test_a_batch_without_any_signal_has_loss_zero(make_loss, model, rows):
     assert all((g == 0).all() for g in gradient_of(model, out.loss_objective))
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_micro_batch_without_rows_leaves_the_merged_metrics_alone(make_loss, stale_rows, first):
+def test_outputs_print_their_loss_and_merge_with_their_kind_only(make_loss, model, tokenizer, rows):
     loss = make_loss()
-    whole = loss(stale_rows)
-    nothing = loss(stale_rows[:0], loss.normalizers(stale_rows))
-    merged = merge_outputs([nothing, whole] if first else [whole, nothing])
-    assert merged == pytest.approx(merge_outputs([whole]), abs=1e-6)
-
-
-def test_a_longer_row_in_the_batch_changes_no_other(make_loss, model, stale_rows):
-    loss = make_loss()
-    normalizers = loss.normalizers(stale_rows)
-    short = stack_rows([stale_rows[3]])
-    alone = gradient_of(model, loss(short, normalizers).loss_objective)
-    long = stale_rows[4].clone()
-    long[keys.ADVANTAGE].zero_()
-    both = loss(stack_rows([stale_rows[3], long]), normalizers)
-    assert_same_gradient(gradient_of(model, both.loss_objective), alone)
-    assert both.log_ratio[0].item() == pytest.approx(loss(short).log_ratio[0].item(), abs=1e-5)
-
-
-def test_the_order_of_rows_does_not_matter(make_loss, model, stale_rows):
-    loss = make_loss()
-    shuffled = stack_rows([stale_rows[i] for i in (3, 5, 0, 4, 2, 1)])
-    a, b = loss(stale_rows), loss(shuffled)
-    assert a.loss_objective.item() == pytest.approx(b.loss_objective.item(), abs=1e-5)
-    assert_same_gradient(gradient_of(model, a.loss_objective), gradient_of(model, b.loss_objective))
+    out = loss(rows)
+    assert f"RLOOLossOutput(loss={out.loss.item():.6g}, loss_objective=" in str(out) and "ESS=1" in str(out)
+    with pytest.raises(TypeError, match="RLOOLossOutput.mean would average the loss with its metrics; use .loss"):
+        out.mean(reduce=True)
+    sft = SFTLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))(rows)
+    with pytest.raises(TypeError, match="outputs are of RLOOLossOutput and of .*SFTLossOutput"):
+        merge_outputs([out, sft])
+    nothing = loss(rows[:0], loss.normalizers(rows))
+    for outputs in ([nothing, out], [out, nothing]):
+        assert merge_outputs(outputs) == pytest.approx(merge_outputs([out]), abs=1e-6)
+    assert merge_outputs([]) == {}
 
 
 def test_only_positions_that_predict_action_tokens_carry_gradient(make_loss, model, rows):
@@ -356,47 +198,17 @@ def test_a_dense_batch_is_the_same_as_a_ragged_one(make_loss, rows):
     assert torch.equal(loss(dense).loss_objective, loss(same_length).loss_objective)
 
 
-def test_metrics_carry_no_gradient_and_the_rows_stay_as_they_are(make_loss, rows):
+def test_the_loss_alone_carries_gradient_and_the_rows_stay_as_they_are(make_loss, model, rows):
     before = rows.clone()
     loss = make_loss()
     out = loss(rows)
     assert out.loss_objective.requires_grad
     values = {n: value for n in loss.out_keys if (value := getattr(out, n)) is not None}
     assert [n for n, value in values.items() if value.requires_grad] == ["loss_objective"]
+    assert {id(p) for p in loss.parameters()} == {id(p) for p in model.parameters()}
     for row, old in zip(rows.unbind(0), before.unbind(0), strict=True):
         assert set(row.keys(True, True)) == set(old.keys(True, True))
         assert all(torch.equal(row[key], old[key]) for key in row.keys(True, True))
-
-
-def test_an_optimizer_of_the_loss_trains_the_model(make_loss, model):
-    loss = make_loss()
-    assert {id(p) for p in loss.parameters()} == {id(p) for p in model.parameters()}
-
-
-def test_printing_an_output_shows_its_loss(make_loss, rows):
-    out = make_loss()(rows)
-    assert f"RLOOLossOutput(loss={out.loss.item():.6g}, loss_objective=" in str(out) and "ESS=1" in str(out)
-
-
-def test_a_mean_over_loss_and_metrics_is_refused(make_loss, rows):
-    with pytest.raises(TypeError, match="RLOOLossOutput.mean would average the loss with its metrics; use .loss"):
-        make_loss()(rows).mean(reduce=True)
-
-
-def test_outputs_of_different_losses_do_not_merge(make_loss, model, tokenizer, rows):
-    sft = SFTLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))(rows)
-    with pytest.raises(TypeError, match="outputs are of RLOOLossOutput and of .*SFTLossOutput"):
-        merge_outputs([make_loss()(rows), sft])
-    assert merge_outputs([]) == {}
-
-
-def test_a_row_whose_ratio_underflows_is_not_clipped_from_above(make_loss, rows):
-    """The row's gradient is 0 by underflow, while its advantage's sign clips on the other side."""
-    row = rows[0].clone()
-    row[keys.ADVANTAGE].fill_(1.0)
-    row[keys.LOG_PROBS][row[keys.ACTION_MASK]] += 60.0
-    out = make_loss()(stack_rows([row]))
-    assert out.clip_fraction_high.item() == out.clip_fraction.item() == 0
 
 
 def test_bad_arguments_are_refused(make_loss, model, tokenizer):
@@ -408,25 +220,3 @@ def test_bad_arguments_are_refused(make_loss, model, tokenizer):
         RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer))
     with pytest.raises(TypeError, match="clip_eps"):
         make_loss(clip_eps=0.2)
-
-
-@pytest.mark.parametrize("key", [keys.ADVANTAGE, keys.LOG_PROBS], ids=str)
-def test_rows_that_lack_something_are_refused(make_loss, rows, key):
-    name = key if isinstance(key, str) else key[0]
-    with pytest.raises(KeyError, match=name):
-        make_loss()(rows.exclude(key))
-
-
-def test_an_action_token_without_a_token_before_it_is_refused(make_loss, rows):
-    row = rows[0].clone()
-    row[keys.ACTION_MASK][0] = True
-    with pytest.raises(ValueError, match="first token"):
-        make_loss()(stack_rows([row]))
-
-
-def test_rows_without_advantages_are_refused_with_the_remedy(model, tokenizer):
-    rows = {keys.TOKENS: torch.arange(3), keys.ACTION_MASK: torch.tensor([False, True, True])}
-    row = TensorDict(rows | {keys.LOG_PROBS: torch.zeros(3)})
-    loss_fn = RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))
-    with pytest.raises(KeyError, match="advantage='advantage' is missing in the rows; compute it with MCAdvantage"):
-        loss_fn(stack_rows([row]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from support.gradients import assert_same_gradient, gradient_of
 from support.rank_scripts import become_rank, run_ranks
 from torchrl_rloo.data import keys, notices, stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -123,12 +124,6 @@ def part_of(rows: TensorDictBase, name: str, rank: int) -> TensorDictBase:
     return stack_rows([rows[i] for i in split[rank]])
 
 
-def gradient_of(policy: TransformersWrapper, loss: torch.Tensor) -> list[torch.Tensor]:
-    policy.zero_grad()
-    loss.backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in policy.parameters()]
-
-
 def run_rank(ranks: Ranks, folder: Path) -> dict[str, tuple]:
     policy, rows, results = make_policy(), torch.load(folder / "rows.pt", weights_only=False), {}
     for name, settings in SETTINGS.items():
@@ -162,20 +157,10 @@ def test_averaged_gradients_of_two_ranks_are_those_of_one_process(tmp_path, rows
         for num_rows, num_tokens, threshold, gradient in (result[name] for result in results):
             halved = Normalizers(whole.num_rows / 2, whole.num_tokens / 2, whole.entropy_threshold)
             assert Normalizers(num_rows, num_tokens, threshold) == halved, name
-            for ours, theirs in zip(gradient, expected, strict=True):
-                assert float((ours - theirs).norm()) <= 1e-5 * scale, name
+            assert_same_gradient(gradient, expected)
         parts = [gradient_of(policy, loss(part_of(rows, name, rank)).loss / 2) for rank in range(2)]
         apart = [a + b for a, b in zip(*parts, strict=True)]  # the result of separate normalizers for each rank
         assert max(float((a - b).norm()) for a, b in zip(apart, expected, strict=True)) > 1e-3 * scale, name
-
-
-def test_both_ranks_have_truncated_rows_and_action_tokens(rows_of, bigram_rows):
-    """Otherwise the settings above would not be tested."""
-    for split in (SPLIT, MERGED):
-        assert sorted(split[0] + split[1]) == list(range(len(bigram_rows)))
-        tokens = [sum(int(bigram_rows[i][keys.ACTION_MASK].sum()) for i in part) for part in split]
-        assert tokens[0] != tokens[1] and min(tokens) > 0
-    assert [any(bool(bigram_rows[i][keys.TRUNCATED]) for i in part) for part in MERGED] == [True, True]
 
 
 if __name__ == "__main__":

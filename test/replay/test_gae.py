@@ -165,12 +165,6 @@ def test_in_a_buffer(value_head, rows) -> None:
     assert list(plain(value_head).parameters()) == []
 
 
-def test_nothing_in_nothing_out(value_head, rows) -> None:
-    gae = plain(value_head, whiten=True)
-    assert len(gae.inv(rows[:0])) == 0
-    assert gae._inv_call(None) is None  # from a filter that dropped every row
-
-
 def test_a_row_without_action_tokens(value_head, rows) -> None:
     rows[0].set(keys.ACTION_MASK, torch.zeros(4, dtype=torch.bool))
     out = plain(value_head, whiten=True).inv(rows)

@@ -94,13 +94,6 @@ def test_levels_are_those_of_the_paper():
         assert len(limits) == 255 and torch.equal(torch.bucketize(levels, limits), torch.arange(256))
 
 
-def test_8bit_adamw_stays_near_adamw():
-    whole = weights(train(model := make_model(), make_optimizer(model, lr=1e-2), range(50)))
-    found = weights(train(model := make_model(), make_optimizer(model, "adamw_8bit", lr=1e-2), range(50)))
-    moved = (whole - weights(make_model())).norm()
-    assert 1e-4 < (found - whole).norm() / moved < 0.2
-
-
 def test_8bit_adamw_of_small_parameters_is_adamw():
     models = [nn.Linear(24, 8), nn.Linear(24, 8)]
     models[1].load_state_dict(models[0].state_dict())
@@ -139,6 +132,8 @@ def test_muon_is_torch_muon_on_hidden_matrices_and_adamw_elsewhere():
             set_gradients(m, step)
         optimizer.step(), muon.step(), adamw.step()
     assert torch.equal(weights(model), weights(reference))
+    with pytest.raises(NotImplementedError, match="fixed groups"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -152,12 +147,6 @@ def test_muon_leaves_embedding_and_head_of_a_language_model_to_adamw(tied):
     assert all(".layers." in name and name.endswith("proj.weight") for name in muon)
     assert len(muon) == 7 * len(model.model.layers)
     assert ("lm_head.weight" in adamw) == (not tied) and {"model.embed_tokens.weight", "value"} <= set(adamw)
-
-
-def test_a_joint_optimizer_has_fixed_groups():
-    optimizer = make_optimizer(make_model(), "muon", lr=1e-2)
-    with pytest.raises(NotImplementedError, match="fixed groups"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
 # ------------------------------------------------------------------------------------------------------------ states
@@ -205,13 +194,6 @@ def test_steps_in_chunks_are_the_steps_of_all_parameters(monkeypatch, name):
 # ---------------------------------------------------------------------------------------------------------- settings
 def test_names_of_settings_are_those_of_the_library():
     assert config.OPTIMIZERS == OPTIMIZERS and config.SCHEDULES == SCHEDULES
-
-
-def test_frozen_parameters_are_left_out():
-    model = make_model()
-    model.embedding.requires_grad_(False)
-    optimizer = make_optimizer(model, "sgd", lr=0.1)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters())) - 1
 
 
 REFUSED = [

@@ -11,10 +11,10 @@ from torchrl_rloo.training import catch_up, make_schedule
 from torchrl_rloo.training.schedules import SCHEDULES
 
 
-def rates(total: int, **kwargs) -> list[float]:
+def rates(total: int, name: str = "linear", **kwargs) -> list[float]:
     """Return the learning rates of all optimizer steps and the one after them, as shares of the first group's."""
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 2.0}, {"params": [torch.zeros(1)], "lr": 0.5}])
-    schedule = make_schedule(optimizer, total, **{"warmup_steps": 0, "final_fraction": 0.0} | kwargs)
+    schedule = make_schedule(optimizer, total, name, **{"warmup_steps": 0} | kwargs)
     found = []
     for _ in range(total + 1):
         first, second = schedule.get_last_lr()
@@ -25,23 +25,22 @@ def rates(total: int, **kwargs) -> list[float]:
     return found
 
 
-def test_it_falls_linearly_to_zero():
-    assert rates(4) == pytest.approx([1, 3 / 4, 1 / 2, 1 / 4, 0])
-
-
-def test_it_rises_from_near_zero_while_it_falls():
-    rise = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1, 1, 1]
-    assert rates(8, warmup_steps=4) == pytest.approx([r * (1 - i / 8) for i, r in enumerate(rise)])
-
-
-def test_it_ends_at_a_fraction():
-    assert rates(4, final_fraction=0.5) == pytest.approx([1, 7 / 8, 3 / 4, 5 / 8, 1 / 2])
-    assert rates(4, final_fraction=1.0) == [1.0] * 5
-
-
-@pytest.mark.parametrize(("total", "warmup"), [(9, 0), (20, 2), (49, 4), (50, 5), (300, 5)])
-def test_the_default_rise_takes_a_tenth_of_a_short_run(total, warmup):
-    assert rates(total, warmup_steps=None) == rates(total, warmup_steps=warmup)
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(
+    ("total", "warmup"), [(4, 0), (8, 4), (9, None), (20, None), (49, None), (50, None), (300, None)]
+)
+def test_rates_equal_their_formulas(name, total, warmup):
+    """Compare with formulas; the default rise takes a tenth of a run of ten steps or more, at most five."""
+    rise = warmup if warmup is not None else {9: 0, 20: 2, 49: 4, 50: 5, 300: 5}[total]
+    for final in (0.0, 0.5, 1.0):
+        settings = {} if name == "constant" else {"final_fraction": final}
+        expected = []
+        for step in range(total + 1):
+            done = step / total
+            left = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}[name]
+            share = final + (1 - final) * left if settings else 1.0
+            expected.append(min(1.0, (step + 1) / rise if rise else 1.0) * share)
+        assert rates(total, name, warmup_steps=warmup, **settings) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,6 @@ def test_a_class_of_torch_gives_its_rates(name):
 
 def test_all_classes_of_torch_are_covered():
     assert set(SCHEDULES) == {"linear", "cosine", "constant", *TORCH}
-
-
-def test_our_schedules():
-    assert named_rates(4, "constant", warmup_steps=2) == pytest.approx([0.05, 0.1, 0.1, 0.1])
-    cosine = [0.1 * (0.2 + 0.8 * (1 + math.cos(math.pi * s / 4)) / 2) for s in range(4)]
-    assert named_rates(4, "cosine", warmup_steps=0, final_fraction=0.2) == pytest.approx(cosine)
-    assert named_rates(4, "linear", warmup_steps=0) == pytest.approx([0.1, 0.0775, 0.055, 0.0325])
 
 
 def test_groups_have_rates_of_their_peak():

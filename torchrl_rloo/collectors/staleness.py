@@ -68,28 +68,11 @@ def oldest_version(group: Group, version: int) -> int:
     return version if group.version is None else group.version
 
 
-def may_wait(remaining: Sequence[Group], per_batch: int, version: int, max_staleness: int) -> bool:
-    """Return whether the groups that a delivery leaves behind can still be delivered in time, for ``on_stale="wait"``.
-
-    Later batches take the oldest groups first, and each follows one weight update. Groups beyond the bound are not
-    considered, since waiting does not help them.
-
-    Args:
-        remaining: groups that would be left.
-        per_batch: number of groups in a batch.
-        version: current policy version.
-        max_staleness: bound on the staleness.
-    """
-    return _in_time(_ages(remaining, version), per_batch, max_staleness)
-
-
-def _ages(groups: Sequence[Group], version: int) -> Counter[int]:
-    """Return the number of groups by age. A running group has that of its begin."""
-    return Counter([version - oldest_version(group, version) for group in groups])
-
-
 def _in_time(ages: Counter[int], per_batch: int, max_staleness: int) -> bool:
-    """Return whether groups of these ages can be delivered in time, oldest first."""
+    """Return whether groups of these ages can be delivered in time, oldest first.
+
+    Each batch follows one weight update. Groups beyond the bound are ignored, since waiting does not help them.
+    """
     position = 0
     for age in sorted((age for age, number in ages.items() if number and age <= max_staleness), reverse=True):
         position += ages[age]
@@ -98,42 +81,12 @@ def _in_time(ages: Counter[int], per_batch: int, max_staleness: int) -> bool:
     return True
 
 
-def choose_groups(
-    complete: Sequence[Group],
-    running: Sequence[Group],
-    needed: int,
-    per_batch: int,
-    version: int,
-    max_staleness: int,
-) -> list[Group] | None:
-    """Choose the groups to deliver, so that those left behind can be delivered in time if any choice allows it.
-
-    Groups beyond the bound come first, then the oldest, unless that would make others late.
-
-    Args:
-        complete: groups that may be delivered, oldest draw first; at least ``needed``.
-        running: groups that are not complete.
-        needed: number of groups to deliver.
-        per_batch: number of groups in a later batch.
-        version: current policy version.
-        max_staleness: bound on the staleness.
-
-    Returns:
-        The groups, or None to wait for a running one that is more urgent than a complete one.
-    """
-
-    key = _order_of_delivery(_ages(complete, version), _ages(running, version), needed, per_batch, max_staleness)
-    return None if key is None else _in_order(complete, version, key, needed)
-
-
-def _in_order(complete: Sequence[Group], version: int, key: Callable[[int], int], needed: int) -> list[Group]:
-    return sorted(complete, key=lambda group: -key(version - oldest_version(group, version)))[:needed]
-
-
 def _order_of_delivery(
     ready: Counter[int], late: Counter[int], needed: int, per_batch: int, max_staleness: int
 ) -> Callable[[int], int] | None:
-    """Return the key of an age by which :func:`choose_groups` sorts, largest first; None to wait.
+    """Return the key of an age by which :meth:`AgeTable.choose` sorts, largest first; None to wait.
+
+    Groups beyond the bound come first, then the oldest, unless that would make others late.
 
     Args:
         ready: number of complete groups by age.
@@ -165,8 +118,8 @@ def _order_of_delivery(
 class AgeTable:
     """Numbers of complete and running groups by version, kept up to date with the changes of a ledger.
 
-    :func:`choose_groups` looks at every group. This table looks at those that changed since the last call, so a choice
-    at each completion costs the same for any number of groups.
+    It looks only at groups that changed since the last call, so a choice at each completion costs the same for any
+    number of groups.
 
     Args:
         ledger: ledger whose changes this table alone takes.
@@ -178,13 +131,24 @@ class AgeTable:
         self._known: dict[int, tuple[GroupState, int | None]] = {}
 
     def choose(self, needed: int, per_batch: int, version: int, max_staleness: int) -> list[Group] | None:
-        """Return what :func:`choose_groups` returns for the groups of the ledger."""
+        """Choose the groups to deliver, so that those left behind can be delivered in time if any choice allows it.
+
+        Args:
+            needed: number of groups to deliver; at least as many are complete.
+            per_batch: number of groups in a later batch.
+            version: current policy version.
+            max_staleness: bound on the staleness.
+
+        Returns:
+            The groups, or None to wait for a running one that is more urgent than a complete one.
+        """
         self._refresh()
         ready, running = (self._ages(state, version) for state in _COUNTED)
         key = _order_of_delivery(ready, running, needed, per_batch, max_staleness)
         if key is None:
             return None
-        return _in_order(self.ledger.of(GroupState.COMPLETE), version, key, needed)
+        complete = self.ledger.of(GroupState.COMPLETE)
+        return sorted(complete, key=lambda group: -key(version - oldest_version(group, version)))[:needed]
 
     def _refresh(self) -> None:
         """Count the groups that changed."""
