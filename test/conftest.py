@@ -45,7 +45,7 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start
 from torchrl_rloo.envs.tools import Workspace
-from torchrl_rloo.rewards.math_judge import MathJudge
+from torchrl_rloo.rewards.process_judge import MathJudge
 from torchrl_rloo.runtime.lookup import import_room
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; its children would ignore it, too

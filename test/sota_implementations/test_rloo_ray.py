@@ -14,7 +14,7 @@ from support.processes import children, process_state, wait_until_gone
 from support.recipes import settings
 from support.waiting import wait_until
 from torchrl_rloo.collectors import check_audit
-from torchrl_rloo.ray.engine import Placement
+from torchrl_rloo.ray.engine import _check_resources
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group("ray")
@@ -118,6 +118,6 @@ def test_settings_of_engines_on_gpus_fit_together():
     engine = dict(cfg.inference.engine)
     made = cfg.inference.arguments
     assert made["tensor_parallel_size"] == 2 and made["dtype"] == "bfloat16"
-    Placement(1, engine["num_gpus"], engine["resources"], None, "STRICT_PACK", None).check(made)
+    _check_resources(1, engine["num_gpus"], made)  # refuses GPUs that do not fit
     assert cfg.inference.updater["transport"]["_target_"].endswith(".VLLMNCCL")
     assert cfg.ray.local(cfg.inference.replicas) == {}
