@@ -13,7 +13,7 @@ from torchrl_rloo.data import notices
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.run.checkpoint import Checkpointer
 from torchrl_rloo.run.shards import gather_state, restore_state
-from torchrl_rloo.training import check_optimizer, make_optimizer, make_schedule, optimizer_classes, optimizer_step
+from torchrl_rloo.training import make_optimizer, make_schedule, optimizer_classes, optimizer_step
 from torchrl_rloo.training.optimizer_classes import _levels, _update_chunk
 from torchrl_rloo.training.optimizers import OPTIMIZERS
 from torchrl_rloo.training.schedules import SCHEDULES
@@ -211,7 +211,7 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[str(settings) for settings, _ in REFUSED])
 def test_settings_are_refused_before_a_model_is_loaded(settings, message):
     with pytest.raises(ValueError) as raised:
-        check_optimizer({"lr": 1e-3} | settings, {}, 10)
+        make_optimizer(nn.Linear(2, 2), **{"lr": 1e-3} | settings)
     assert message in str(raised.value)
 
 

@@ -13,10 +13,18 @@ import torch
 
 from torchrl_rloo.weight_update import shared_memory
 from torchrl_rloo.weight_update.files import Files
-from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size
+from torchrl_rloo.weight_update.protocol import EngineError, TensorInfo, packed_size
 from torchrl_rloo.weight_update.protocol import xxh3 as checksum
 from torchrl_rloo.weight_update.shared_memory import SharedMemory, SharedMemoryReceiver
-from torchrl_rloo.weight_update.transport import Direct, Link, Receiver, Storage, Transport
+from torchrl_rloo.weight_update.transport import (
+    TRANSPORTS,
+    Direct,
+    Link,
+    Receiver,
+    Storage,
+    Transport,
+    find_transport,
+)
 
 WORKERS = [1, 2]  # of two engines
 TIMEOUT = 60.0
@@ -31,6 +39,18 @@ def make_buckets(seed: int = 0) -> list[list[torch.Tensor]]:
         [torch.tensor(3.5), torch.empty(0, 2), torch.randn(7, generator=generator).bfloat16()],
         [torch.randint(9, (5,), generator=generator), torch.tensor([True, False]), torch.tensor(7, dtype=torch.int8)],
     ]
+
+
+def test_another_process_finds_a_transport_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_transport.py").write_text(
+        "from torchrl_rloo.weight_update import Files\n\n\nclass Own(Files):\n    name = 'own'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EngineError, match="list your own in TORCHRL_RLOO_TRANSPORTS=my_module.MyTransport"):
+        find_transport("own")
+    monkeypatch.setenv("TORCHRL_RLOO_TRANSPORTS", "my_transport.Own")
+    assert find_transport("own").__module__ == "my_transport"
+    del TRANSPORTS["own"]
 
 
 def infos_of(tensors: list[torch.Tensor]) -> list[TensorInfo]:

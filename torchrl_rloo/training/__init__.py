@@ -1,6 +1,6 @@
 """Optimizer steps: accumulate gradients over micro-batches, clip, step, schedule; over one rank or several."""
 
-from torchrl_rloo.training.optimizers import check_optimizer, make_optimizer
+from torchrl_rloo.training.optimizers import make_optimizer
 from torchrl_rloo.training.schedules import catch_up, make_schedule
 from torchrl_rloo.training.shard import check_copies, offload_activations, shard_model
 from torchrl_rloo.training.step import accumulate, minibatches, optimizer_step
@@ -9,7 +9,6 @@ __all__ = [
     "accumulate",
     "catch_up",
     "check_copies",
-    "check_optimizer",
     "make_optimizer",
     "make_schedule",
     "minibatches",

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from torchrl_rloo.runtime.lookup import did_you_mean
 from torchrl_rloo.training.optimizer_classes import AdamW8bit, OffloadedStates, make_muon
-from torchrl_rloo.training.schedules import make_schedule
 
 # torch's, without those that evaluate the loss several times or need sparse gradients; Muon is ours with AdamW
 _OTHERS = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
@@ -78,20 +77,6 @@ def make_optimizer(
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {name!r}: {error}") from error
     return OffloadedStates(optimizer) if offload_states else optimizer
-
-
-def check_optimizer(optimizer: dict[str, Any], schedule: dict[str, Any], total_steps: int) -> None:
-    """Raise if :func:`make_optimizer` or ``make_schedule`` would refuse their arguments, before a model is loaded.
-
-    Args:
-        optimizer: arguments of :func:`make_optimizer` without ``model`` and ``offload_states``.
-        schedule: arguments of :func:`~torchrl_rloo.training.make_schedule` without ``optimizer`` and ``total_steps``.
-        total_steps: optimizer steps of the run.
-
-    Raises:
-        ValueError: if a name is unknown, or an argument has no effect or is out of range.
-    """
-    make_schedule(make_optimizer(nn.Linear(2, 2), **optimizer), total_steps, **schedule)
 
 
 def _builder(name: str) -> Any:
