@@ -290,7 +290,7 @@ def test_futures_resolve_once_whatever_happens(make_pool, wait_until) -> None:
             sample = future.result(PATIENCE)
             assert sample.tokens == [seed] * 4 and sample.versions == [7] * 4
     wait_until(lambda: sum(callbacks.values()) == 600)
-    assert set(callbacks.values()) == {1} and pool.counts["pool/deaths"] > 5 and cancelled
+    assert set(callbacks.values()) == {1} and pool.counts["pool/deaths"] > 2 and cancelled
     wait_until(lambda: states(pool) == ["ready"] * 4)
     assert pool.metrics()["pool/outstanding"] == 0 and all(e.load().running == 0 for e in engines)
 

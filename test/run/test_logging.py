@@ -106,6 +106,7 @@ def test_a_fresh_run_starts_the_files_anew(tmp_path: Path) -> None:
     with RunLogger(tmp_path, progress=False) as logger:
         for step in range(1, 5):
             _log_step(logger, step)
+    time.sleep(1)  # TensorBoard sorts event files of one second by a counter as text: the tenth is before the ninth
     with RunLogger(tmp_path, progress=False) as logger:
         logger.log(1, {"reward": 0.0})
     assert _contents(tmp_path) == [b'{"step": 1, "reward": 0.0}\n', b"", b""]

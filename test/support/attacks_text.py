@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from torchrl_rloo.diagnostics.transcripts import TOOL_CALL_PATTERN, find_calls
+from torchrl_rloo.diagnostics.transcripts import find_calls
 from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.envs.tools.parsers import PARSERS, RegexParser, without_thinking
 from torchrl_rloo.rewards.formats import last_block
@@ -108,7 +108,7 @@ def readers() -> dict[str, Callable[[str], Any]]:
     found["verdict"] = partial(_quietly, partial(parse_verdict, scale=(0, 10)))
     found["JSON"] = lambda text: _quietly(strict_json, text.encode(errors="replace"))
     found["masks"] = lambda text: mask_settings({"a": [text, mask_command(text)]}) and None
-    found["transcript"] = lambda text: find_calls(list(text), [True] * len(text), TOOL_CALL_PATTERN) and None
+    found["transcript"] = lambda text: find_calls(list(text), [True] * len(text)) and None
     return found
 
 
