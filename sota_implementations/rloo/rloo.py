@@ -54,6 +54,7 @@ from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform, add
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, merge_outputs
 from torchrl_rloo.replay import MCAdvantage, RowStorage
+from torchrl_rloo.replay.gae import check_works_on_metadata
 from torchrl_rloo.run import Run, meters, repeat_after_rollback, timings
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, catch_up, check_copies, minibatches, offload_activations, optimizer_step
@@ -116,6 +117,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
 
     # Learning: buffer with leave-one-out advantages, loss, optimizer, schedule
     advantage = MCAdvantage(**method.advantage_arguments)
+    if cfg.inference.on_ray:  # each rank has only its own rows, and all have their metadata
+        check_works_on_metadata(advantage, plan.prompts_per_step)
     buffer = ReplayBuffer(
         storage=RowStorage(),
         sampler=SamplerWithoutReplacement(),

@@ -19,7 +19,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group(RAY_GROUP)
 
 SESSION = """
-from torchrl_rloo.cli.rloo_sections import RayConfig
+from torchrl_rloo.cli.sampling_sections import RayConfig
 from torchrl_rloo.ray import ray_session
 
 config = RayConfig(address="auto")

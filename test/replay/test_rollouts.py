@@ -18,8 +18,8 @@ from support.stored_rows import make_groups, make_row
 from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.data import concatenate, keys, stack_rows, tensor_rows
 from torchrl_rloo.embedded import build_tokenizer
-from torchrl_rloo.replay import RolloutFiles, RolloutWriter, run_id
-from torchrl_rloo.replay.rollouts import RolloutFileError, StoredGroup, vocabulary_hash
+from torchrl_rloo.replay import RolloutFiles, RolloutWriter
+from torchrl_rloo.replay.rollouts import RolloutFileError, StoredGroup, run_id, vocabulary_hash
 
 HASH = "0" * 64
 

@@ -13,7 +13,8 @@ import torch
 
 from torchrl_rloo.collectors.ledger import GroupLedger
 from torchrl_rloo.data import load_prompts
-from torchrl_rloo.diagnostics import write_launch, write_report
+from torchrl_rloo.diagnostics import write_report
+from torchrl_rloo.diagnostics.report import write_launch
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.modules import save_model
 from torchrl_rloo.rewards.runner import Quarantine

@@ -11,7 +11,8 @@ import pytest
 
 from torchrl_rloo.cli.rloo_config import RLOOConfig
 from torchrl_rloo.cli.rloo_sections import EvalConfig
-from torchrl_rloo.diagnostics import write_launch, write_report
+from torchrl_rloo.diagnostics import write_report
+from torchrl_rloo.diagnostics.report import write_launch
 from torchrl_rloo.run import Run, check_resumable
 from torchrl_rloo.run.state import read_state
 from torchrl_rloo.runtime.masking import mask_command, mask_settings, mask_text

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from support.processes import children, process_state, wait_until_gone
-from support.recipes import settings
+from support.recipes import load_recipe, settings
 from support.waiting import wait_until
 from torchrl_rloo.collectors import check_audit
 from torchrl_rloo.ray.engine import _check_resources
+from torchrl_rloo.runtime.ranks import Ranks
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group("ray")
@@ -109,6 +110,13 @@ def test_a_process_of_a_job_joins_its_cluster(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert settings("rloo", RAY).ray.local(engines=2) == {}
     assert settings("rloo", RAY, "ray.num_cpus=4").ray.local(engines=2)["num_cpus"] == 4  # the session refuses it
+
+
+def test_credit_for_each_token_needs_the_rows_of_all_ranks(warm_model, tmp_path: Path):
+    ours = [f"model.name={warm_model()}", "advantage.credit=turn", f"output_dir={tmp_path}", "ray.address=unused:1"]
+    cfg = settings("rloo", RAY, *TINY, *ours)
+    with pytest.raises(ValueError, match="credit"):
+        load_recipe("rloo").train(cfg, Ranks.single())
 
 
 def test_settings_of_engines_on_gpus_fit_together():

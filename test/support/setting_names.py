@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.recipes import load_recipe
 from torchrl_rloo.cli.fields import free_sections, known_settings
-from torchrl_rloo.cli.rloo_sections import CacheConfig, PassRateConfig, RefillConfig, RerollsConfig
+from torchrl_rloo.cli.sampling_sections import CacheConfig, PassRateConfig, RefillConfig, RerollsConfig
 from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine, VLLMServer
 from torchrl_rloo.functional import SURROGATES
 from torchrl_rloo.functional.advantages import NORMALIZATIONS

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from torchrl_rloo.cli.config import InferenceConfig
-from torchrl_rloo.cli.rloo_sections import CollectorConfig, RayConfig, RolloutsConfig, SamplerConfig
+from torchrl_rloo.cli.sampling_sections import CollectorConfig, RayConfig, RolloutsConfig, SamplerConfig
 
 if TYPE_CHECKING:
     from torchrl_rloo.cli.rloo_config import RLOOConfig

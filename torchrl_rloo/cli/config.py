@@ -1,7 +1,8 @@
 """Sections of the recipes' configurations, each with the function that builds its part; imports nothing heavy.
 
 A range or choice stands in the annotation of a field and its documentation in the comment behind it, see
-:mod:`torchrl_rloo.cli.fields`. What only RLOO training has is in :mod:`torchrl_rloo.cli.rloo_sections`.
+:mod:`torchrl_rloo.cli.fields`. What only RLOO training has is in
+:mod:`torchrl_rloo.cli.rloo_sections` and :mod:`torchrl_rloo.cli.sampling_sections`.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class EnvironmentConfig:
             task: task of the conversations.
             context: longest conversation of the model, in tokens.
         """
-        from torchrl_rloo.envs.tasks import conversation_settings
+        from torchrl_rloo.envs.tasks.registry import conversation_settings
 
         return conversation_settings(task, self.transforms, non_null_fields(self, "transforms"), context)
 
@@ -362,7 +363,7 @@ class HealthConfig:
 
     def make(self) -> Any:
         """Build the rules."""
-        from torchrl_rloo.diagnostics import make_health
+        from torchrl_rloo.diagnostics.health.monitor import make_health
 
         return make_health(**asdict(self))
 

@@ -94,7 +94,7 @@ def make_settings(cfg: Any, folder: Path) -> Any:
 def save_model(cfg: Any, folder: Path) -> str:
     """Save a random model of two layers with the tokenizer and the context of the one that the settings name."""
     from torchrl_rloo.embedded import build_model, build_tokenizer
-    from torchrl_rloo.envs.tasks import EMBEDDED
+    from torchrl_rloo.envs.tasks.base import EMBEDDED
     from torchrl_rloo.modules import load_tokenizer
     from torchrl_rloo.runtime.lookup import HUB_KWARGS
 

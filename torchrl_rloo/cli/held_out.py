@@ -14,7 +14,9 @@ from torchrl_rloo.cli.rloo_sections import EvalSetConfig
 from torchrl_rloo.collectors import SharedSource
 from torchrl_rloo.data import PromptDataset
 from torchrl_rloo.embedded import resolve_task
-from torchrl_rloo.envs.tasks import EMBEDDED, TaskBase, conversation_settings
+from torchrl_rloo.envs.tasks import TaskBase
+from torchrl_rloo.envs.tasks.base import EMBEDDED
+from torchrl_rloo.envs.tasks.registry import conversation_settings
 from torchrl_rloo.evaluation import Evaluation, EvaluationResult, write_evaluation_transcripts
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.rewards import load_reward

@@ -60,7 +60,7 @@ def model_config(cfg: Any) -> Any:
     """Return the configuration of the model, of a local directory or the hub."""
     from transformers import AutoConfig
 
-    from torchrl_rloo.envs.tasks import EMBEDDED
+    from torchrl_rloo.envs.tasks.base import EMBEDDED
     from torchrl_rloo.runtime.lookup import HUB_KWARGS
 
     # The built-in model has no directory before its first run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli import rloo_sections as s
+from torchrl_rloo.cli import sampling_sections as sampling
 from torchrl_rloo.cli.fields import OneOf, check_settings, non_null_fields
 
 if TYPE_CHECKING:
@@ -52,12 +53,12 @@ class RLOOConfig(c.RunConfig):
     reference: s.ReferenceConfig = field(default_factory=s.ReferenceConfig)
     optimizer: c.OptimizerConfig = field(default_factory=c.OptimizerConfig)
     schedule: c.ScheduleConfig = field(default_factory=c.ScheduleConfig)
-    sampler: s.SamplerConfig = field(default_factory=s.SamplerConfig)
-    collector: s.CollectorConfig = field(default_factory=s.CollectorConfig)
+    sampler: sampling.SamplerConfig = field(default_factory=sampling.SamplerConfig)
+    collector: sampling.CollectorConfig = field(default_factory=sampling.CollectorConfig)
     inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)
-    ray: s.RayConfig = field(default_factory=s.RayConfig)
-    curriculum: s.CurriculumConfig = field(default_factory=s.CurriculumConfig)
-    rollouts: s.RolloutsConfig = field(default_factory=s.RolloutsConfig)
+    ray: sampling.RayConfig = field(default_factory=sampling.RayConfig)
+    curriculum: sampling.CurriculumConfig = field(default_factory=sampling.CurriculumConfig)
+    rollouts: sampling.RolloutsConfig = field(default_factory=sampling.RolloutsConfig)
     eval: s.EvalConfig = field(default_factory=s.EvalConfig)
     check: s.CheckConfig = field(default_factory=s.CheckConfig)
 
@@ -109,7 +110,8 @@ class RLOOConfig(c.RunConfig):
 
     def make_task(self) -> TaskBase:
         """Return the task; the user's own prompts and rewards replace the default one."""
-        from torchrl_rloo.envs.tasks import CUSTOM, EMBEDDED
+        from torchrl_rloo.envs.tasks.base import EMBEDDED
+        from torchrl_rloo.envs.tasks.registry import CUSTOM
 
         own = self.data.source not in (None, EMBEDDED) and self.reward.functions is not None
         return CUSTOM if own and self.task.name == c.TaskConfig.name else self.task.make()
@@ -258,17 +260,17 @@ def check_offload(cfg: RLOOConfig) -> None:
 def check_ray(cfg: RLOOConfig) -> None:
     """Raise ``ValueError`` if a setting has no effect on a cluster, or is one of a cluster that is not used."""
     if not cfg.inference.on_ray:
-        for f in fields(s.RayConfig):
+        for f in fields(sampling.RayConfig):
             value = getattr(cfg.ray, f.name)
-            if value != getattr(s.RayConfig(), f.name):
+            if value != getattr(sampling.RayConfig(), f.name):
                 raise ValueError(
                     f"ray.{f.name}={value} has no effect without engines on a cluster; use inference=ray_transformers "
                     "or ray_vllm"
                 )
         return
-    for f in fields(s.RolloutsConfig):
+    for f in fields(sampling.RolloutsConfig):
         value = getattr(cfg.rollouts, f.name)
-        if value != getattr(s.RolloutsConfig(), f.name):
+        if value != getattr(sampling.RolloutsConfig(), f.name):
             raise ValueError(
                 f"rollouts.{f.name}={value} needs the rows on rank 0 and cannot be combined with engines on a cluster; "
                 "remove it, or use an engine of one machine"
@@ -298,8 +300,8 @@ def check_stored(cfg: RLOOConfig) -> None:
     if cfg.rollouts.source is None:
         return
     given = f"with rollouts.source={cfg.rollouts.source}"
-    for f in fields(s.CollectorConfig):
-        value, default = getattr(cfg.collector, f.name), getattr(s.CollectorConfig(), f.name)
+    for f in fields(sampling.CollectorConfig):
+        value, default = getattr(cfg.collector, f.name), getattr(sampling.CollectorConfig(), f.name)
         if value != default and f.name not in ("max_staleness", "on_stale"):
             raise ValueError(f"collector.{f.name}={value} has no effect {given}; remove it")
     if cfg.collector.on_stale not in ("mask", "baseline"):

@@ -7,7 +7,7 @@ from torchrl_rloo.collectors.refill import RefillingCollector
 from torchrl_rloo.collectors.shared_source import SharedSource
 from torchrl_rloo.collectors.source import GroupSource, StepRows
 from torchrl_rloo.collectors.staleness import token_staleness
-from torchrl_rloo.collectors.stored import StoredRollouts, add_missing_kl, check_stored_groups
+from torchrl_rloo.collectors.stored import StoredRollouts, add_missing_kl
 
 __all__ = [
     "AdaptiveConcurrency",
@@ -20,7 +20,6 @@ __all__ = [
     "StepRows",
     "StoredRollouts",
     "add_missing_kl",
-    "check_stored_groups",
     "check_audit",
     "token_staleness",
 ]

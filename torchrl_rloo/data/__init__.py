@@ -23,10 +23,8 @@ from torchrl_rloo.data.sampling import DeferredRerolls, MixtureSampler, PassRate
 from torchrl_rloo.data.segments import Role, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, abstains, stop_reason
 from torchrl_rloo.data.templates import encode_prompt
-from torchrl_rloo.runtime.lookup import parse_dtype
 
 __all__ = [
-    "parse_dtype",
     "PassRatePool",
     "DeferredRerolls",
     "MixtureSampler",

@@ -1,11 +1,10 @@
 """Plans, checks, metrics, health and reports of a run."""
 
-from torchrl_rloo.diagnostics.health import make_health
 from torchrl_rloo.diagnostics.memory import MemorySettings, plan_memory, read_shape
 from torchrl_rloo.diagnostics.metrics import DEFINITIONS, completion_metrics, staleness_metrics
 from torchrl_rloo.diagnostics.parity import check_engine, check_parity, parity_metrics
 from torchrl_rloo.diagnostics.plan import TrainingPlan
-from torchrl_rloo.diagnostics.report import write_launch, write_report
+from torchrl_rloo.diagnostics.report import write_report
 from torchrl_rloo.diagnostics.run_report import RunReport
 from torchrl_rloo.diagnostics.self_test import self_test
 from torchrl_rloo.diagnostics.stored_rows import Rescorer, rescore
@@ -23,7 +22,6 @@ __all__ = [
     "check_parity",
     "completion_metrics",
     "final_answer",
-    "make_health",
     "parity_metrics",
     "plan_memory",
     "read_shape",
@@ -31,7 +29,6 @@ __all__ = [
     "self_test",
     "staleness_metrics",
     "waiting_table",
-    "write_launch",
     "write_report",
     "write_transcripts",
 ]

@@ -10,7 +10,8 @@ from torchrl_rloo.embedded.addition import addition_prompts
 from torchrl_rloo.embedded.calculator import calculator_prompts
 from torchrl_rloo.embedded.guessing import RangedGuessNumber, guessing_prompts
 from torchrl_rloo.embedded.warm_start import TEACHERS, warm_start
-from torchrl_rloo.envs.tasks import EMBEDDED, Task, TaskBase, load_task
+from torchrl_rloo.envs.tasks import Task, TaskBase, load_task
+from torchrl_rloo.envs.tasks.base import EMBEDDED
 from torchrl_rloo.envs.tasks.mixture import Mixture
 from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.envs.text.adapters import wrap

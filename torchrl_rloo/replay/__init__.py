@@ -1,14 +1,13 @@
 """Replay-buffer transforms and storage for finished groups: advantages, filters, selection and reuse."""
 
 from torchrl_rloo.replay.advantage import MCAdvantage
-from torchrl_rloo.replay.cache import FIRST_CACHED_GROUP, GroupCache, RowStorage
+from torchrl_rloo.replay.cache import GroupCache, RowStorage
 from torchrl_rloo.replay.credit import NormalizeThenSum, RunningBaseline
 from torchrl_rloo.replay.filters import TopKSelector, ZeroSignalFilter, drop_rows, drop_zero_advantage
-from torchrl_rloo.replay.gae import TokenGAE, check_works_on_metadata
-from torchrl_rloo.replay.rollouts import RolloutFiles, RolloutWriter, run_id
+from torchrl_rloo.replay.gae import TokenGAE
+from torchrl_rloo.replay.rollouts import RolloutFiles, RolloutWriter
 
 __all__ = [
-    "FIRST_CACHED_GROUP",
     "NormalizeThenSum",
     "TokenGAE",
     "GroupCache",
@@ -19,8 +18,6 @@ __all__ = [
     "RunningBaseline",
     "TopKSelector",
     "ZeroSignalFilter",
-    "check_works_on_metadata",
     "drop_rows",
     "drop_zero_advantage",
-    "run_id",
 ]

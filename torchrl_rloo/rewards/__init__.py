@@ -11,7 +11,7 @@ from torchrl_rloo.rewards.instructions import InstructionFollowing
 from torchrl_rloo.rewards.judge import LLMJudge
 from torchrl_rloo.rewards.lengths import Length, LengthBudget, RepetitionPenalty, SoftOverlong, StopProperly
 from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch, boxed_accuracy, last_boxed
-from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, final_text, reward_name
+from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, final_text
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
 from torchrl_rloo.rewards.remote import RemoteScorer
 from torchrl_rloo.rewards.runner import RewardRunner
@@ -66,7 +66,6 @@ __all__ = [
     "load_reward",
     "make_executor",
     "reasoning_accuracy_reward",
-    "reward_name",
     "think_format",
     "think_format_reward",
 ]

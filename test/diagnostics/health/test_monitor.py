@@ -8,7 +8,8 @@ import math
 import pytest
 
 from support.histories import FAULTS, constant_rule, healthy_history
-from torchrl_rloo.diagnostics.health import RULES, Health, Rule, make_health
+from torchrl_rloo.diagnostics.health import RULES, Health, Rule
+from torchrl_rloo.diagnostics.health.monitor import make_health
 
 HIGH = constant_rule("high", "reward", 0.5, patience=2, recovery=3)
 

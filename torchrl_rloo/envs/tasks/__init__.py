@@ -1,13 +1,10 @@
 """Standard tasks: each has a dataset format, a prompt, rewards, an evaluation metric and synthetic rows."""
 
-from torchrl_rloo.envs.tasks.base import EMBEDDED, Task, TaskBase
-from torchrl_rloo.envs.tasks.registry import CUSTOM, conversation_settings, load_task
+from torchrl_rloo.envs.tasks.base import Task, TaskBase
+from torchrl_rloo.envs.tasks.registry import load_task
 
 __all__ = [
-    "CUSTOM",
-    "EMBEDDED",
     "Task",
     "TaskBase",
-    "conversation_settings",
     "load_task",
 ]
