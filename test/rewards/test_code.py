@@ -27,7 +27,7 @@ ADD = {"inputs": ["1 2\n", "30 12\n"], "outputs": ["3\n", "42\n"]}
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    return Sandbox(timeout=60, cpu_seconds=1, memory=128 << 20, max_output=100_000)
+    return Sandbox(timeout=20, cpu_seconds=1, memory=128 << 20, max_output=100_000)
 
 
 def score(sandbox: Sandbox, text: str, tests: Any, *, partial: bool = False, **columns: Any) -> float | None:

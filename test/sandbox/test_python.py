@@ -321,3 +321,11 @@ def test_a_call_that_took_too_long_is_told_from_one_that_failed(python: PythonIn
     with pytest.raises(ToolError) as caught:
         asyncio.run(call("1 / 0"))
     assert not isinstance(caught.value, TimeoutError)
+
+
+def test_a_channel_that_its_request_has_closed_counts_as_ended(session: PythonSession):
+    assert session.run("1").output == "1\n"
+    link = session.link
+    link._channel.close()
+    link.close()
+    assert not link.is_usable()

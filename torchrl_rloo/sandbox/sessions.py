@@ -127,8 +127,9 @@ class Link:
     def _is_ended(self, timeout: float) -> bool:
         """Return whether the other end closes within a time limit; drop what it still sends."""
         poll, deadline = select.poll(), time.monotonic() + timeout
-        poll.register(self._channel, select.POLLIN)
-        with contextlib.suppress(OSError):  # it has ended, or the request that waited has closed this end
+        # It has ended, or the request that waited has closed this end, whose number is then -1
+        with contextlib.suppress(OSError, ValueError):
+            poll.register(self._channel, select.POLLIN)
             while (left := deadline - time.monotonic()) > 0:
                 with contextlib.suppress(BlockingIOError):
                     if poll.poll(1000 * left) and not self._channel.recv(_READ_BYTES):

@@ -4,4 +4,4 @@ from torchrl_rloo.diagnostics.health.monitor import Health
 from torchrl_rloo.diagnostics.health.rule import Event, History, Rule
 from torchrl_rloo.diagnostics.health.table import RULES
 
-__all__ = ["RULES", "Event", "Health", "History", "Rule", "make_health"]
+__all__ = ["RULES", "Event", "Health", "History", "Rule"]
