@@ -75,7 +75,7 @@ def test_it_learns_and_says_so(finished):
     assert result["held_out_accuracy_before"] == 0.5  # the head starts at zero, so all pairs are ties
     assert result["held_out_accuracy_after"] > 0.8
     page = Path(result["report"]).read_text()
-    assert page.count("data:image/png;base64,") == 2 and "Calibration on held-out pairs" in page
+    assert page.count("data:image/png;base64,") == 1 and "Calibration on held-out pairs" in page
     calibration = json.loads((Path(result["model"]) / "calibration.json").read_text())
     assert calibration["after"]["nll"] <= calibration["before"]["nll"] < 0.5
     assert calibration["temperature"] == result["temperature"]
