@@ -172,3 +172,13 @@ def test_distinct_answers_are_counted_within_groups():
     found = completion_metrics(rows, ["f"], [1.0], extract=digits)
     assert found["diversity/distinct_answers"] == 0.5 and "diversity/distinct_answers" in DEFINITIONS
     assert "diversity/distinct_answers" not in completion_metrics(rows, ["f"], [1.0])
+
+
+def test_the_return_is_logged_where_it_is_not_the_reward():
+    rows = rows_of({"rewards_per_function": [[1.0, 0.0, 1.0, None]], "num_generations": 2})
+    for row, value in zip(rows.unbind(0), (1.0, 0.0, 1.0, math.nan), strict=True):
+        row.set(keys.REWARD, torch.full((1, 1), value))
+    assert "return" not in completion_metrics(rows, ["r"], [1.0])
+    rows[0].set(keys.REWARD, torch.full((1, 1), 0.25))  # less a penalty
+    metrics = completion_metrics(rows, ["r"], [1.0])
+    assert metrics["return"] == pytest.approx(1.25 / 3) and metrics["reward"] == pytest.approx(2 / 3)

@@ -146,6 +146,8 @@ def share_of_equal_groups(rewards: torch.Tensor, groups: torch.Tensor) -> torch.
 DEFINITIONS = {
     "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty; "
     "the mean return if only the environment gives rewards",
+    "return": "mean of the returns that advantages compare: rewards after clips, shaping, rewards of turns and a KL; "
+    "logged only if the return of a row differs from its reward",
     "reward_std": "unbiased standard deviation of that reward over all rows of the batch",
     "reward_max": "largest of these rewards",
     "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal, so without training signal",
@@ -386,6 +388,9 @@ def completion_metrics(
         "frac_reward_zero_std": share_of_equal_groups(rewards, rows[keys.GROUP_ID]),
         "frac_abstained": rewards.isnan().float().mean(),
     }
+    returns = rows[keys.REWARD].reshape(len(rows)) if keys.REWARD in rows.keys(True) else rewards
+    if not torch.equal(returns.nan_to_num(), rewards.to(returns.dtype).nan_to_num()):
+        metrics["return"] = returns.nanmean()
     for name, column in zip(reward_names, columns, strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean()
         metrics[f"rewards/{name}/std"] = nanstd(column)
