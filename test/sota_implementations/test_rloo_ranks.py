@@ -146,8 +146,11 @@ def test_a_stop_signal_to_rank_0_stops_both_after_the_step(start, tmp_path):
 def test_an_error_of_the_recipe_is_reported_once(start, tmp_path):
     """One rank reports a fault that all ranks find, and the other one names it."""
     ranks = start(tmp_path, "plan.micro_batch_size=1000000", "generate.max_new_tokens=100000")
-    assert sorted(rank.wait(END_S) for rank in ranks) == [1, EXIT_CODE]
-    first = [rank.returncode for rank in ranks].index(1)
+    codes = sorted(rank.wait(END_S) for rank in ranks)
     texts = [[line for line in rank.stderr.splitlines() if line.startswith("error: ")] for rank in ranks]
     assert [len(lines) for lines in texts] == [1, 1] and "Traceback" not in ranks[0].stderr + ranks[1].stderr
-    assert "traceback in" in texts[first][0] and f"error: rank {first} failed after start model" in texts[1 - first][0]
+    assert codes in ([1, EXIT_CODE], [1, 1])  # the latter if rank 0, which holds their store, has ended before
+    first = [rank.returncode for rank in ranks].index(1)
+    assert "traceback in" in texts[first][0]
+    if codes[1] == EXIT_CODE:
+        assert f"error: rank {first} failed after start model" in texts[1 - first][0]
