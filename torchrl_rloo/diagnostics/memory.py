@@ -43,7 +43,6 @@ class MemorySettings:
     ranks: int = 1
     shard_size: int | None = None  # with FSDP, ranks that share one copy of the model; None shares it among all
     load_shards: bool = False  # with FSDP, whether each rank reads only its shards of the model's files
-    reduce: str = "last_pass"  # or "every_pass"
     dtype: str = "float32"  # of the trained weights
     precision: str = "float32"  # of a pass
     gradient_checkpointing: bool = False
@@ -294,6 +293,6 @@ def training_parts(model: ModelShape, settings: MemorySettings, gradients: int) 
     # FSDP keeps the weights outside the layers, two layers, and the buffer of a gather (Zhao et al. 2023, 2304.11277)
     if s.parallel == "fsdp":
         parts["gathered weights"] = round((model.outside + 3 * model.layer) * min(item, narrow))
-        if s.reduce == "last_pass" and not first:
+        if not first:
             parts["unreduced gradients"] = 4 * model.trained
     return parts
