@@ -202,9 +202,11 @@ def action_tokens(rows: TensorDictBase, padding_id: int = 0, *, sampled: bool = 
         ValueError: if a row's first token is an action token. No token precedes it, so it has no log-prob.
     """
     tokens = pad(ragged(rows, keys.TOKENS), padding_id)
-    masks = [row.get(keys.SAMPLED_MASK, None) if sampled else None for row in unbind_rows(rows)]
-    kept = ragged(rows, keys.ACTION_MASK)
-    action_mask = pad([own if mask is None else mask for own, mask in zip(kept, masks, strict=True)], False)
+    masks = ragged(rows, keys.ACTION_MASK)
+    if sampled:
+        whole = (row.get(keys.SAMPLED_MASK, None) for row in unbind_rows(rows))
+        masks = [kept if mask is None else mask for kept, mask in zip(masks, whole, strict=True)]
+    action_mask = pad(masks, False)
     if action_mask[:, :1].any():
         raise ValueError("the first token of a row is an action token; give every prompt at least one token")
     counts = action_mask.sum(1)

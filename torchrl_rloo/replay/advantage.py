@@ -219,10 +219,11 @@ class MCAdvantage(BufferTransform):
         actions = None if batch is None else action_tokens(batch)
 
         # Baseline: compare the rows of each group, with the rewards of tokens that were too stale to train on
-        sampled = action_tokens(batch, sampled=True) if self.credit.per_token else actions
+        stale = self.credit.per_token and any(keys.SAMPLED_MASK in row.keys() for row in rows)
+        sampled = action_tokens(batch, sampled=True) if stale else actions
         estimates = self.credit(Groups(rows, index, sampled, self.estimator))
         advantages, mask = estimates.advantages, estimates.has_signal
-        if self.credit.per_token:
+        if stale:
             trained = actions.action_mask[sampled.action_mask]
             advantages, mask = (place_actions(each[sampled.mask][trained], actions) for each in (advantages, mask))
 
