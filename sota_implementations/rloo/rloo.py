@@ -267,11 +267,12 @@ def record_old_log_probs(
 ) -> None:
     """Score rows with the training model before its first update, if the loss or parity metrics need it."""
     needed = {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys)
-    if needed:
-        source.record_log_probs(rows, loss_fn.actor_network, **limits)
-    if run.is_due(cfg.inference.parity_every):
-        current = source.record_log_probs(rows, loss_fn.actor_network, current=True, **limits)
-        run.log(diagnostics.parity_metrics(current, ranks=None if source.own is None else source.ranks))
+    parity = run.is_due(cfg.inference.parity_every)
+    if needed or parity:
+        source.record_log_probs(rows, loss_fn.actor_network, current=not needed, **limits)
+    if parity:
+        ranks = None if source.own is None else source.ranks  # with references, each rank has its own rows
+        run.log(diagnostics.parity_metrics(source.current_rows(rows), ranks=ranks))
 
 
 def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: list[torch.Tensor], rows: int) -> None:

@@ -127,29 +127,31 @@ class SharedSource:
         """Function from a batch of the collected rows to this rank's rows of it; None if the batch has the rows."""
         return None if self.own is None else self.own.rows_of
 
-    def record_log_probs(
-        self, rows: TensorDictBase, scorer: Scorer, *, current: bool = False, **limits: Any
-    ) -> TensorDictBase:
+    def record_log_probs(self, rows: TensorDictBase, scorer: Scorer, *, current: bool = False, **limits: Any) -> None:
         """Score the step's rows with the training model before its first update on them, on all ranks together.
 
         Args:
             rows: rows of :meth:`collect` to train on, which get the log-probs and entropies in place.
             scorer: scorer of the training model.
-            current: True scores only what parity compares: whole rows that the current weights sampled for this step.
+            current: True scores only :meth:`current_rows`.
             **limits: limits of a pass, see :func:`~torchrl_rloo.modules.record_log_probs`.
-
-        Returns:
-            The scored rows of this rank ``[n]``, of which there may be none.
         """
-        own = unbind_rows(rows if self.own is None else self.own.rows)
-        own = [row for row in own if self._is_current(row)] if current else own
+        own = self.current_rows(rows) if current else stack_rows(self._own_rows(rows))
         options = {"entropy": keys.PROXIMAL_ENTROPY, "ranks": self.ranks, "split": self.own is None}
-        return record_log_probs(scorer, stack_rows(own), **options, **limits)
+        record_log_probs(scorer, own, **options, **limits)
 
-    def _is_current(self, row: TensorDictBase) -> bool:
-        cached = int(row[keys.GROUP_ID]) >= FIRST_CACHED_GROUP  # whose log-probs are already the trainer's
-        whole = keys.PREVIOUS_SEGMENTS not in row.keys()
-        return whole and not cached and int(row[keys.POLICY_VERSION]) == self.policy_version
+    def current_rows(self, rows: TensorDictBase) -> TensorDictBase:
+        """Return what parity compares: this rank's whole rows ``[n]`` that the current weights sampled for the step."""
+
+        def is_current(row: TensorDictBase) -> bool:
+            cached = int(row[keys.GROUP_ID]) >= FIRST_CACHED_GROUP  # whose log-probs are already the trainer's
+            whole = keys.PREVIOUS_SEGMENTS not in row.keys()
+            return whole and not cached and int(row[keys.POLICY_VERSION]) == self.policy_version
+
+        return stack_rows([row for row in self._own_rows(rows) if is_current(row)])
+
+    def _own_rows(self, rows: TensorDictBase) -> list[TensorDictBase]:
+        return unbind_rows(rows if self.own is None else self.own.rows)
 
     def with_text(self, rows: TensorDictBase) -> list[TensorDictBase]:
         """Return collected rows with their text, on rank 0.
