@@ -69,14 +69,14 @@ class Toolkit:
 
     def __init__(self, model, tokenizer, prompts, steps: int):
         from loops import id_sum
-        from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+        from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
         from torchrl_rloo.collectors import LLMCollector
         from torchrl_rloo.data import load_prompts
         from torchrl_rloo.envs import DatasetChatEnv
         from torchrl_rloo.modules import TransformersWrapper
         from torchrl_rloo.objectives import RLOOLoss
-        from torchrl_rloo.replay import MCAdvantage
+        from torchrl_rloo.replay import MCAdvantage, RowStorage
 
         count, copies, length = BATCH.values()
         rows = count * copies
@@ -91,10 +91,7 @@ class Toolkit:
         policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": length, "seed": 0})
         self.collector = LLMCollector(env, policy, total_dialog_turns=steps * rows)
         self.buffer = ReplayBuffer(
-            storage=LazyStackStorage(rows),
-            sampler=SamplerWithoutReplacement(),
-            transform=MCAdvantage(copies),
-            batch_size=rows,
+            storage=RowStorage(), sampler=SamplerWithoutReplacement(), transform=MCAdvantage(), batch_size=rows
         )
         self.loss = RLOOLoss(policy.get_new_version(generate=False))
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -46,7 +46,7 @@ from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
 from torchrl_rloo.envs.stepping import RowStepper
 from torchrl_rloo.modules import TransformersWrapper, policies
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.replay import MCAdvantage, RowStorage
 
 NUM_GENERATIONS = 8
 MAX_NEW_TOKENS = 16
@@ -148,7 +148,7 @@ def ours(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Coun
     policy = TransformersWrapper(
         model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": MAX_NEW_TOKENS, "seed": 0}
     )
-    buffer = make_buffer(rows, MCAdvantage(NUM_GENERATIONS))
+    buffer = make_buffer(rows, RowStorage(), MCAdvantage())
     loss = RLOOLoss(policy.get_new_version(generate=False))
     collector = LLMCollector(env, policy)
     targets = [
@@ -187,7 +187,7 @@ def torchrl(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[C
         generate_kwargs={"max_new_tokens": MAX_NEW_TOKENS, "do_sample": True},
     )
     policy.clock = clock
-    buffer = make_buffer(rows, TorchRLAdvantage(NUM_GENERATIONS))
+    buffer = make_buffer(rows, LazyStackStorage(rows), TorchRLAdvantage(NUM_GENERATIONS))
     loss = GRPOLoss(_Actor(clock), masking_strategy="rlhf", entropy_bonus=False)
     collector = TorchRLCollector(env, policy=policy, dialog_turns_per_batch=rows, flatten_data=True)
     targets = [
@@ -262,10 +262,8 @@ class _Distribution:
         return self.log_probs
 
 
-def make_buffer(rows: int, transform: Transform) -> ReplayBuffer:
-    return ReplayBuffer(
-        storage=LazyStackStorage(rows), sampler=SamplerWithoutReplacement(), transform=transform, batch_size=rows
-    )
+def make_buffer(rows: int, storage: LazyStackStorage, transform: Transform) -> ReplayBuffer:
+    return ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(), transform=transform, batch_size=rows)
 
 
 def run(

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_vs_trl.py                          # speed and memory at two sizes
     python benchmarks/bench_vs_trl.py --mode learning          # batches to a training reward, three seeds
+    python benchmarks/bench_vs_trl.py --sizes gemma            # a real model, see real_model.py; also with --mode
 
 Each figure comes from a separate process with one thread. The sides alternate and ratios are computed pair by pair, so
 that other load on the machine affects both.
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import real_model
 from common import print_result, print_table, run_python
 
 HERE = Path(__file__).resolve().parent
@@ -141,7 +143,7 @@ def addition_lines(split: str, seed: str, path: str) -> None:
 
 def compare_learning(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Train every side on the addition task, from the same start for each seed, and print a table."""
-    sides = ("trl", "ours", "ours, zero rows dropped")
+    sides = ("trl", "ours")
     held_out = run_python(__file__, "--addition", "test", "0", str(folder / "test.jsonl"))["path"]
     table = []
     for seed in range(seeds):
@@ -153,22 +155,38 @@ def compare_learning(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
             reached = {f"batches to {level:.0%}": first_batch(result["rewards"], level) for level in LEVELS}
             last = sum(result["rewards"][-WINDOW:]) / WINDOW
             row = {"seed": seed, "side": side, **reached, "last training reward": last}
-            table.append(row | {"held-out greedy": result["held_out"], "CPU s": result["cpu_s"]})
+            table.append(row | {"held-out greedy": result["held_out"][-1][1], "CPU s": result["cpu_s"]})
             print(f"learning: {table[-1]}", file=sys.stderr, flush=True)
     print_table(f"Two-digit addition, {steps} batches of 16 prompts x 8 completions", table)
     return {"learning": table}
 
 
+def real_model_figures(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Compare speed or learning of the real model."""
+    results = args.results or folder
+    if args.mode == "speed":
+        return {x: real_model.compare_speed(x, args.gemma, results, folder) for x in real_model.SHAPES}
+    done = real_model.compare_learning(args.gemma, args.seeds, args.batches, results, folder)
+    if args.picture:
+        real_model.draw(done, args.picture)
+    return {"learning": done}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=("speed", "learning"), default="speed")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "gemma"], default=list(SIZES))
     parser.add_argument("--pairs", type=int, default=3, help="runs per side and size")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=60, help="batches of a learning run")
+    parser.add_argument("--gemma", default="gemma-3-270m", help="name or folder of the real model")
+    parser.add_argument("--results", type=Path, help="folder of the real model's results; none is computed twice")
+    parser.add_argument("--picture", type=Path, help="file to draw the real model's learning curves to")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if args.mode == "speed":
+        if "gemma" in args.sizes:
+            figures = real_model_figures(args, Path(folder))
+        elif args.mode == "speed":
             figures = {size: compare_speed(size, args.pairs, Path(folder)) for size in args.sizes}
         else:
             figures = compare_learning(args.seeds, args.batches, Path(folder))

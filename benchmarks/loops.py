@@ -7,10 +7,12 @@ of JSON. :mod:`bench_vs_trl` starts one such process for each figure.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_rloo.rewards import boxed_accuracy
+
+# A base model has no chat template, but its prompts must begin with this token
+PLAIN_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class Run:
         seed: seed of the sampled tokens and of the rows' order.
         warm_steps: number of first steps that the speed excludes.
         held_out: file of prompts to answer greedily after the run; None skips it.
+        held_out_every: steps between greedy answers within the run, which figures of time exclude; 0 skips them.
+        end: token that ends a completion on both sides, in place of the tokenizer's; None keeps that.
+        micro_batch_size: rows of a forward and backward pass; None takes all.
+        packing: layout of the rows that our side scores.
+        trl: further arguments of TRL's ``RLOOConfig``.
     """
 
     model: str
@@ -55,6 +65,11 @@ class Run:
     seed: int = 0
     warm_steps: int = 1
     held_out: str | None = None
+    held_out_every: int = 0
+    end: str | None = None
+    micro_batch_size: int | None = None
+    packing: str = "none"
+    trl: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -72,31 +87,58 @@ def id_sum(prompts, completions, completion_ids: Sequence[Sequence[int]], **colu
     return [sum(ids) % 1009 / 1009 for ids in completion_ids]
 
 
-REWARDS: dict[str, Callable[..., list[float]]] = {"id_sum": id_sum, "boxed_accuracy": boxed_accuracy}
+def first_number(prompts, completions, completion_ids, answer: Sequence[str], **columns: Any) -> list[float]:
+    """Return 1 for completions whose first number is the answer."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [float(re.findall(r"\d+", text)[:1] == [right]) for text, right in zip(texts, answer, strict=True)]
+
+
+REWARDS: dict[str, Callable[..., list[float]]] = {
+    "id_sum": id_sum,
+    "boxed_accuracy": boxed_accuracy,
+    "first_number": first_number,
+}
 
 
 class Meter:
-    """Reward function that records rewards, tokens and the CPU time at each step's end. It is called once per batch."""
+    """Rewards, tokens and CPU time of each step.
+
+    As TRL's reward function it records all rows that it scores. Our side scores equal completions once, so it passes
+    its rows to ``record``.
+    """
 
     __name__ = "reward"
 
-    def __init__(self, function: Callable[..., list[float]]):
-        self.function = function
+    def __init__(self, function: Callable[..., list[float]], evaluate: Callable[[], float], every: int):
+        self.function, self.evaluate, self.every = function, evaluate, every
         self.rewards: list[float] = []
         self.tokens: list[int] = []
-        self.cpu = [0.0]
+        self.held_out: dict[int, float] = {}
+        self.cpu: list[float] = []
+        self.excluded = 0.0
 
     def __call__(self, prompts, completions, completion_ids, **columns: Any) -> list[float]:
         scores = self.function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
-        self.rewards.append(sum(scores) / len(scores))
-        self.tokens.append(sum(map(len, completion_ids)))
+        self.record(scores, sum(map(len, completion_ids)))
         return scores
 
+    def record(self, scores: list[float], tokens: int) -> None:
+        """Record all rows of a step."""
+        self.rewards.append(sum(scores) / len(scores))
+        self.tokens.append(tokens)
+
     def start(self) -> None:
-        self.cpu = [cpu_seconds()]
+        self._mark(0)
 
     def step(self) -> None:
-        self.cpu.append(cpu_seconds())
+        self._mark(len(self.cpu))
+
+    def _mark(self, step: int) -> None:
+        now = cpu_seconds()
+        self.cpu.append(now - self.excluded)
+        if self.every and step % self.every == 0:
+            self.held_out[step] = self.evaluate()
+            self.excluded += cpu_seconds() - now
 
 
 def make_optimizer(model: torch.nn.Module, run: Run) -> tuple[torch.optim.Optimizer, LambdaLR]:
@@ -107,16 +149,17 @@ def make_optimizer(model: torch.nn.Module, run: Run) -> tuple[torch.optim.Optimi
     return optimizer, LambdaLR(optimizer, run.rate)
 
 
-def train_ours(run: Run, model, tokenizer, meter: Meter, *, drop_zero: bool = False) -> None:
-    """Train as a user of torchrl_rloo would write it."""
-    from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+def train_ours(run: Run, model, tokenizer, meter: Meter) -> None:
+    """Train as the README does."""
+    from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
     from torchrl_rloo.collectors import LLMCollector
     from torchrl_rloo.data import load_prompts, tensor_rows
     from torchrl_rloo.envs import DatasetChatEnv
     from torchrl_rloo.modules import TransformersWrapper
     from torchrl_rloo.objectives import RLOOLoss
-    from torchrl_rloo.replay import MCAdvantage, drop_zero_advantage
+    from torchrl_rloo.replay import MCAdvantage, RowStorage
+    from torchrl_rloo.training import accumulate, optimizer_step
     from torchrl_rloo.weight_update import InProcessWeightUpdater
 
     env = DatasetChatEnv(
@@ -124,7 +167,7 @@ def train_ours(run: Run, model, tokenizer, meter: Meter, *, drop_zero: bool = Fa
         tokenizer,
         prompts_per_batch=run.num_prompts,
         num_generations=run.num_generations,
-        rewards=meter,
+        rewards=meter.function,
         shuffle=False,
     )
     policy = TransformersWrapper(
@@ -137,31 +180,21 @@ def train_ours(run: Run, model, tokenizer, meter: Meter, *, drop_zero: bool = Fa
         weight_updater=InProcessWeightUpdater(model, model),
     )
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(run.rows),
-        sampler=SamplerWithoutReplacement(),
-        transform=MCAdvantage(run.num_generations),
-        batch_size=run.rows,
+        storage=RowStorage(), sampler=SamplerWithoutReplacement(), transform=MCAdvantage(), batch_size=run.rows
     )
-    loss_module = RLOOLoss(policy.get_new_version(generate=False))
+    loss_module = RLOOLoss(policy.get_new_version(generate=False, packing=run.packing))
     optimizer, schedule = make_optimizer(model, run)
     meter.start()
     for rows in collector:
+        actions = sum(int(row["masks", "all_assistant_mask"].sum()) for row in rows.unbind(0))
+        meter.record(rows["next", "rewards"].flatten().tolist(), actions)
         buffer.extend(tensor_rows(rows))
         for batch in buffer:
-            kept = drop_zero_advantage(batch) if drop_zero else batch
-            loss_module(kept, loss_module.normalizers(batch)).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            accumulate(loss_module, batch, micro_batch_size=run.micro_batch_size)
+            optimizer_step(model, optimizer, schedule, max_grad_norm=1.0)
         buffer.empty()
         collector.update_policy_weights_()
         meter.step()
-
-
-def train_ours_without_zeros(run: Run, model, tokenizer, meter: Meter) -> None:
-    """Train with ``drop_zero_advantage``, which computes the same gradient from fewer rows."""
-    train_ours(run, model, tokenizer, meter, drop_zero=True)
 
 
 def train_trl(run: Run, model, tokenizer, meter: Meter) -> None:
@@ -178,11 +211,11 @@ def train_trl(run: Run, model, tokenizer, meter: Meter) -> None:
             meter.step()
 
     with tempfile.TemporaryDirectory() as output:
-        config = RLOOConfig(
-            output,
+        size = run.micro_batch_size or run.rows
+        settings = dict(
             max_steps=run.steps,
-            per_device_train_batch_size=run.rows,
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=run.rows // size,
             num_generations=run.num_generations,
             max_completion_length=run.max_new_tokens,
             shuffle_dataset=False,
@@ -199,6 +232,7 @@ def train_trl(run: Run, model, tokenizer, meter: Meter) -> None:
             dataloader_pin_memory=False,
             seed=run.seed,
         )
+        config = RLOOConfig(output, **settings | run.trl)
         RLOOTrainer(
             model,
             reward_funcs=meter,
@@ -210,13 +244,15 @@ def train_trl(run: Run, model, tokenizer, meter: Meter) -> None:
         ).train()
 
 
-SIDES = {"ours": train_ours, "trl": train_trl, "ours, zero rows dropped": train_ours_without_zeros}
+SIDES = {"ours": train_ours, "trl": train_trl}
 
 
 @torch.no_grad()
-def greedy_accuracy(model, tokenizer, rows: Sequence[dict[str, Any]], max_new_tokens: int) -> float:
+def greedy_accuracy(model, tokenizer, run: Run) -> float:
     """Return the share of correct answers by the model's ``generate``, for the weights of either side."""
-    right = 0.0
+    rows = read_lines(run.held_out)
+    training, right = model.training, 0.0
+    model.eval()
     for start in range(0, len(rows), 256):
         part = rows[start : start + 256]
         inputs = tokenizer.apply_chat_template(
@@ -228,9 +264,10 @@ def greedy_accuracy(model, tokenizer, rows: Sequence[dict[str, Any]], max_new_to
             return_dict=True,
         )
         inputs = {k: inputs[k] for k in ("input_ids", "attention_mask")}
-        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        ids = model.generate(**inputs, max_new_tokens=run.max_new_tokens, do_sample=False)
         texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(boxed_accuracy(part, texts, answer=[row["answer"] for row in part]))
+        right += sum(REWARDS[run.reward](part, texts, ids, answer=[row["answer"] for row in part]))
+    model.train(training)
     return right / len(rows)
 
 
@@ -238,23 +275,37 @@ def read_lines(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def load(run: Run) -> tuple[torch.nn.Module, Any]:
+    """Load the start model, and end its completions with ``run.end``."""
+    if run.end is None:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)  # AutoTokenizer would load a Qwen2Tokenizer
+        return AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32), tokenizer
+    from torchrl_rloo.modules import load_model
+
+    model, tokenizer = load_model(run.model)
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.eos_token, tokenizer.padding_side = run.end, "left"
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model, tokenizer
+
+
 def main(side: str, description: str) -> None:
     run = Run(**json.loads(description))
     torch.manual_seed(run.seed)  # the buffer's sampler draws from torch's global generator
-    model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)  # AutoTokenizer would load a Qwen2Tokenizer
-    meter = Meter(REWARDS[run.reward])
+    model, tokenizer = load(run)
+    meter = Meter(REWARDS[run.reward], partial(greedy_accuracy, model, tokenizer, run), run.held_out_every)
     loaded = peak_memory_mb()
     SIDES[side](run, model, tokenizer, meter)
-    result = {"loaded_mb": loaded, "peak_mb": peak_memory_mb(), "rewards": meter.rewards}
-    result["cpu_s"] = meter.cpu[-1] - meter.cpu[0]
+    result = {"side": side, "run": asdict(run), "loaded_mb": loaded, "peak_mb": peak_memory_mb()}
+    result |= {"rewards": meter.rewards, "tokens": meter.tokens, "cpu": [t - meter.cpu[0] for t in meter.cpu]}
+    result["cpu_s"] = result["cpu"][-1]
     steady = meter.cpu[run.warm_steps :]
     result["cpu_s_per_step"] = (steady[-1] - steady[0]) / (len(steady) - 1)
     result["tokens_per_step"] = sum(meter.tokens[run.warm_steps :]) / len(meter.tokens[run.warm_steps :])
     if run.held_out is not None:
-        fresh = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32).eval()
-        fresh.load_state_dict(model.state_dict())
-        result["held_out"] = greedy_accuracy(fresh, tokenizer, read_lines(run.held_out), run.max_new_tokens)
+        if run.steps not in meter.held_out:
+            meter.held_out[run.steps] = greedy_accuracy(model, tokenizer, run)
+        result["held_out"] = list(meter.held_out.items())
     print(json.dumps(result))
 
 

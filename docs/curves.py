@@ -27,16 +27,25 @@ CURVES = (
 )
 
 
-def draw(path: Path, runs: list[Path]) -> None:
-    """Draw one panel for each curve that the runs have, a line for each run."""
-    histories = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
-    names = [name for name in CURVES if any(name in row for row in histories[0])]
+def new_figure(number: int) -> tuple:
+    """Return a figure with panels side by side, in the style of all curves."""
     plt.rcParams.update(
         {key: GRAY for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")}
     )
     plt.rcParams.update({"svg.hashsalt": "curves", "svg.fonttype": "none", "font.family": "sans-serif"})
-    figure, panels = plt.subplots(1, len(names), figsize=(8.8, 2.8), squeeze=False, layout="constrained")
-    for panel, name in zip(panels[0], names, strict=True):
+    figure, panels = plt.subplots(1, number, figsize=(8.8, 2.8), squeeze=False, layout="constrained")
+    for panel in panels[0]:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, panels[0]
+
+
+def draw(path: Path, runs: list[Path]) -> None:
+    """Draw one panel for each curve that the runs have, a line for each run."""
+    histories = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    names = [name for name in CURVES if any(name in row for row in histories[0])]
+    figure, panels = new_figure(len(names))
+    for panel, name in zip(panels, names, strict=True):
         for history, run, color in zip(histories, runs, COLORS, strict=False):
             points = [(row["step"], row[name]) for row in history if name in row]
             marker = "" if len(points) > 40 else "o"
@@ -46,10 +55,8 @@ def draw(path: Path, runs: list[Path]) -> None:
         panel.set(title=name, xlabel="step")
         if all(0 <= row[name] <= 1 for history in histories for row in history if name in row):
             panel.set_ylim(0, 1.02)
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
     if len(runs) > 1:
-        panels[0][-1].legend(frameon=False, loc="lower right")
+        panels[-1].legend(frameon=False, loc="lower right")
     figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
