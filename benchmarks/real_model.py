@@ -14,7 +14,7 @@ from common import print_table, run_python
 HERE = Path(__file__).resolve().parent
 SHAPES = {  # prompts, tokens of a prompt, new tokens
     "long prompt": (8, 256, 8),
-    "equal": (4, 64, 64),
+    "equal": (2, 64, 64),
     "long answer": (2, 16, 256),
 }
 SPEED = {"num_generations": 8, "micro_batch_size": 8, "reward": "id_sum", "learning_rate": 2e-6}
@@ -26,10 +26,10 @@ SUMS = {"num_prompts": 4, "num_generations": 8, "max_new_tokens": 6, "end": "\n"
 SUMS |= {"learning_rate": 2e-6, "held_out_every": 2}
 
 
-def write_prompts(path: Path, texts: Sequence[str], **columns: Sequence[str]) -> str:
-    rows = ({"prompt": [{"role": "user", "content": text}]} for text in texts)
-    values = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)] or [{}] * len(texts)
-    path.write_text("".join(json.dumps(row | value) + "\n" for row, value in zip(rows, values, strict=True)))
+def write_prompts(path: Path, texts: Sequence[str], answers: Sequence[str]) -> str:
+    rows = zip(texts, answers, strict=True)
+    lines = (json.dumps({"prompt": [{"role": "user", "content": text}], "answer": answer}) for text, answer in rows)
+    path.write_text("\n".join(lines))
     return str(path)
 
 
@@ -48,7 +48,8 @@ def speed_run(shape: str, model: str, folder: Path) -> dict[str, Any]:
     count, length, new = SHAPES[shape]
     rng = random.Random(0)
     texts = [" ".join(rng.choices(WORDS, k=length - 1)) for _ in range(2 * count)]  # a token each, after the first
-    run = {"model": model, "prompts": write_prompts(folder / f"{shape}.jsonl", texts), "steps": 2}
+    prompts = write_prompts(folder / f"{shape}.jsonl", texts, [""] * len(texts))
+    run = {"model": model, "prompts": prompts, "steps": 2}
     return run | {"num_prompts": count, "max_new_tokens": new, **SPEED}
 
 
@@ -73,7 +74,7 @@ def sums(path: Path, count: int, seed: int) -> str:
     examples = "".join(f"{a} + {b} = {a + b}\n" for a, b in ((12, 5), (30, 8), (41, 6)))
     pairs = [(rng.randrange(60), rng.randrange(10)) for _ in range(count)]
     texts = [f"{examples}{a} + {b} =" for a, b in pairs]
-    return write_prompts(path, texts, answer=[str(a + b) for a, b in pairs])
+    return write_prompts(path, texts, [str(a + b) for a, b in pairs])
 
 
 def learning_run(model: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
