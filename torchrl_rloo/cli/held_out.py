@@ -83,6 +83,7 @@ def _load_set(
             prompts = task.load(asked.source, eval_size=asked.size, seed=cfg.seed, **options)[1]
         else:
             prompts = task.load_held_out(asked.source, eval_size=asked.size, **options)
+        (prompts,) = cfg.data.show_examples(prompts)
         if asked.scorer is not None:
             scorer = load_reward(asked.scorer)
         else:
