@@ -512,7 +512,7 @@ def test_examples_of_a_mixture_are_those_of_the_task():
 @pytest.mark.parametrize(
     ("rows", "number", "message"),
     [
-        ([{"prompt": "a"}, {"prompt": "b"}], 1, "requires text prompts with a column 'answer', got columns"),
+        ([{"prompt": "a"}, {"prompt": "b"}], 1, "requires text prompts with a column 'answer', got PromptDataset"),
         ([{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "1"}], 1, "requires text prompts with a column"),
         ([{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}], 1, "requires text prompts"),
         (

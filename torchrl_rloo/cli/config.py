@@ -120,14 +120,15 @@ class DataConfig:
         self, task: TaskBase, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> tuple[PromptDataset, PromptDataset]:
         """Load the prompts to train on, and the held-out ones."""
-        train, held_out = task.load(**non_null_fields(self, "examples"), seed=seed, tokenizer=tokenizer)
-        return self.show_examples(train, held_out)
+        options = non_null_fields(self, "examples") | ({"chat": False} if self.examples else {})
+        return self.show_examples(tokenizer, *task.load(**options, seed=seed, tokenizer=tokenizer))
 
-    def show_examples(self, dataset: PromptDataset, *others: PromptDataset) -> Sequence[PromptDataset]:
-        """Show the first prompts of a dataset, with their answers, before its other prompts and those of ``others``."""
+    def show_examples(self, tokenizer: PreTrainedTokenizerBase, *prompts: PromptDataset) -> Sequence[PromptDataset]:
+        """Show the first text prompts, with their answers, before the others, and in chats as one user message."""
         from torchrl_rloo.data import show_examples
 
-        return show_examples(self.examples, dataset, *others) if self.examples else (dataset, *others)
+        shown = show_examples(self.examples, *prompts, chat=self.chat) if self.examples else prompts
+        return [each.for_tokenizer(tokenizer) for each in shown]
 
 
 @dataclass

@@ -238,7 +238,9 @@ def longest_prompt(tokenizer, datasets: Iterable[PromptDataset], **template_kwar
     return max(len(ids) for dataset in datasets for ids in dataset.encode(tokenizer, **template_kwargs))
 
 
-def show_examples(number: int, dataset: PromptDataset, *others: PromptDataset) -> list[PromptDataset]:
+def show_examples(
+    number: int, dataset: PromptDataset, *others: PromptDataset, chat: bool | None = False
+) -> list[PromptDataset]:
     """Show solved prompts before each prompt, for base models, which continue text (few-shot, arXiv 2005.14165).
 
     A prompt becomes ``Q: <example>\\nA: <answer>\\n\\n ... Q: <prompt>\\nA:``. All rows of a task show the same
@@ -248,6 +250,7 @@ def show_examples(number: int, dataset: PromptDataset, *others: PromptDataset) -
         number: number of examples: the first rows of ``dataset`` (of each task, in a mixture), which it then lacks.
         dataset: text prompts with a column ``answer``.
         *others: further prompts, such as the held-out ones, that show the same examples.
+        chat: if True, the results become user messages; None decides by the chat template, False keeps text.
 
     Returns:
         ``dataset`` and ``others`` with longer prompts.
@@ -269,8 +272,7 @@ def show_examples(number: int, dataset: PromptDataset, *others: PromptDataset) -
             continue
         if not isinstance(row[keys.QUERY], str) or row.get("answer") is None:
             raise ValueError(
-                f"examples={number} requires text prompts with a column 'answer', got columns {dataset.columns}; set "
-                "examples to 0 (or data.chat=false if the tokenizer has a chat template)"
+                f"examples={number} requires text prompts with a column 'answer', got {dataset!r}; set examples to 0"
             )
         shown.append(f"Q: {row[keys.QUERY]}\nA: {row['answer']}\n\n")
     if not rest:
@@ -281,7 +283,7 @@ def show_examples(number: int, dataset: PromptDataset, *others: PromptDataset) -
         return row | {keys.QUERY: f"{before}Q: {row[keys.QUERY]}\nA:"}
 
     parts = (dataset.select(rest), *others)
-    return [PromptDataset(map(shown_before, part.rows), too_long=part.counts.too_long, chat=False) for part in parts]
+    return [PromptDataset(map(shown_before, part.rows), too_long=part.counts.too_long, chat=chat) for part in parts]
 
 
 def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> tuple[PromptDataset, PromptDataset]:

