@@ -36,6 +36,8 @@ EXTRAS = {
         "peft>=0.21,<1",  # adapters
         "bitsandbytes>=0.50,<0.51",  # 4-bit layers on CPU and CUDA; 0.x, and a minor version changed their CPU kernels
     ],
+    "gguf": ["gguf>=0.17,<1"],  # models in GGUF files, which transformers reads with it
+    "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # procedural problems with verifiers; 0.x
     "rewards": [
         "math-verify>=0.9,<0.10",  # mathematical equality of answers
         "jsonschema>=4.18,<5",  # validation of JSON; the first version that does not fetch references
@@ -66,6 +68,8 @@ EXTRAS["docs"] = [
 EXTRAS["test"] = [
     *EXTRAS["docs"],  # tests run tutorials
     *EXTRAS["qlora"],
+    *EXTRAS["gguf"],
+    *EXTRAS["reasoning-gym"],
     *EXTRAS["rewards"],
     *EXTRAS["tools"],
     *EXTRAS["agents"],

@@ -40,6 +40,14 @@ with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(S
     main(["check", "rloo", "model.name=MODEL", "data.eval_size=2"])
 assert "checks passed" in printed.getvalue(), "check found nothing"
 """
+# A broken file, which only the reader can know
+_GGUF = """
+import contextlib
+from torchrl_rloo.modules import local_model
+open("broken.gguf", "wb").write(b"broken")
+with contextlib.suppress(ValueError):
+    local_model("broken.gguf")
+"""
 BASE = (
     "torchrl-rloo ls",
     RLOO,
@@ -52,6 +60,10 @@ BASE = (
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "peft": (f"{RLOO} '{LORA}'",),
     "qlora": (f"{RLOO} '{LORA}' model.quantization=nf4",),
+    "gguf": (_GGUF,),
+    "reasoning-gym": (
+        "from torchrl_rloo.envs.tasks.reasoning_gym import ReasoningGym; ReasoningGym().load(limit=2, eval_size=2)",
+    ),
     "rewards": (
         f"{RLOO} 'reward.functions=[{{_target_:accuracy,column:answer}}]'",
         "from torchrl_rloo.rewards.formats import JSONSchema; JSONSchema({'type': 'object'})",

@@ -18,8 +18,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_rloo.data import notices
-from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, longest_prompt, split_prompts
+from torchrl_rloo.data.prompts import (
+    PromptCounts,
+    PromptDataset,
+    load_prompts,
+    longest_prompt,
+    show_examples,
+    split_prompts,
+)
 from torchrl_rloo.data.templates import encode_prompt
+from torchrl_rloo.envs.tasks.mixture import mix_prompts
 
 ROWS = [{"prompt": "What is 1+1?", "answer": "2"}, {"prompt": "What is 2+5?", "answer": "7"}]
 LOADED = [{"query": row["prompt"], "answer": row["answer"]} for row in ROWS]
@@ -483,3 +491,37 @@ def test_a_split_keeps_every_row_and_no_prompt_twice(texts: list[str], seed: int
 def test_a_split_that_leaves_a_part_empty(eval_size, message: str):
     with raises(message):
         split_prompts(load_prompts([*ROWS, ROWS[0]]), eval_size, seed=0)
+
+
+def test_examples_are_shown_before_every_prompt_and_not_trained_on():
+    rows = [{"prompt": f"{i}+{i}?", "answer": str(2 * i)} for i in range(5)]
+    train, held_out = show_examples(2, load_prompts(rows), load_prompts([{"prompt": "9+9?", "answer": "18"}]))
+    before = "Q: 0+0?\nA: 0\n\nQ: 1+1?\nA: 2\n\n"
+    assert [row["query"] for row in train.rows] == [f"{before}Q: {i}+{i}?\nA:" for i in (2, 3, 4)]
+    assert [row["answer"] for row in train.rows] == ["4", "6", "8"]
+    assert [row["query"] for row in held_out.rows] == [f"{before}Q: 9+9?\nA:"]
+
+
+def test_examples_of_a_mixture_are_those_of_the_task():
+    sums, words = ([{"prompt": f"{kind}{i}", "answer": str(i)} for i in range(3)] for kind in ("sum", "word"))
+    mixed = mix_prompts({"sums": load_prompts(sums), "words": load_prompts(words)})
+    (shown,) = show_examples(2, mixed)
+    assert [row["query"].split("\n")[0] for row in shown.rows] == ["Q: sum0", "Q: word0"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "number", "message"),
+    [
+        ([{"prompt": "a"}, {"prompt": "b"}], 1, "requires text prompts with a column 'answer', got PromptDataset"),
+        ([{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "1"}], 1, "requires text prompts with a column"),
+        ([{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}], 1, "requires text prompts"),
+        (
+            [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "1"}],
+            2,
+            "examples=2 leaves none of",
+        ),
+    ],
+)
+def test_examples_that_cannot_be_shown(rows, number: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        show_examples(number, load_prompts(rows))

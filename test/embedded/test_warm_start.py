@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_rloo.data.templates import encode_conversation
 from torchrl_rloo.embedded import addition_demonstrations, build_model, build_tokenizer, warm_start
 from torchrl_rloo.embedded.resolve import EMBEDDED_TASKS
-from torchrl_rloo.embedded.warm_start import TEACHERS, _assistant_loss, _default_cache_dir, _encode_demonstrations
+from torchrl_rloo.embedded.warm_start import TEACHERS, _assistant_loss, _encode_demonstrations
+from torchrl_rloo.runtime.files import cache_folder
 
 STEPS = 8  # the recipe's 500 are too many for a unit test
 TOKENIZER = build_tokenizer()
@@ -198,9 +199,9 @@ def test_of_two_builders_the_first_to_finish_wins(built, tmp_path):
 def test_where_results_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHRL_RLOO_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert _default_cache_dir() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"
     monkeypatch.delenv("TORCHRL_RLOO_CACHE")
-    assert _default_cache_dir() == tmp_path / "xdg" / "torchrl_rloo"
+    assert cache_folder() == tmp_path / "xdg" / "torchrl_rloo"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _default_cache_dir() == tmp_path / ".cache" / "torchrl_rloo"
+    assert cache_folder() == tmp_path / ".cache" / "torchrl_rloo"

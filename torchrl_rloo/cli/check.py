@@ -148,8 +148,9 @@ def gather_facts(
         memory: whether to plan the memory of a step.
     """
     from torchrl_rloo.diagnostics.checks import Facts, probe_rewards
-    from torchrl_rloo.diagnostics.checks.probes import find_form_hints, required_columns
+    from torchrl_rloo.diagnostics.checks.probes import beginning_losses, find_form_hints, required_columns
     from torchrl_rloo.evaluation import sample_start
+    from torchrl_rloo.modules.model_files import is_collective
 
     # Score constructed completions, and completions of the start model
     tokenizer = policy.tokenizer
@@ -170,12 +171,15 @@ def gather_facts(
         scale = plan.rows_per_step / len(start.samples)
         sampled = {"samples": start.samples, "failures": start.failures}
         sampled |= {"reward_seconds": start.reward_seconds * scale, "sample_seconds": start.sample_seconds * scale}
+    first = train.encode(tokenizer, **cfg.data.template_kwargs)[0]
     return Facts(
         plan,
         train,
         eval_set.for_tokenizer(tokenizer),
         tokenizer,
         template_kwargs=cfg.data.template_kwargs,
+        # A model that ranks share cannot run on rank 0 alone
+        beginning_losses=None if is_collective(model) else beginning_losses(model, tokenizer, first),
         stop_ids=policy.stop_ids,
         stop_strings=cfg.generate.stop_strings or (),
         answer_columns=required_columns(rewards.functions, train.columns),

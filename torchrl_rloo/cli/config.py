@@ -7,7 +7,7 @@ A range or choice stands in the annotation of a field and its documentation in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -73,7 +73,7 @@ class TaskConfig:
 class ModelConfig:
     """Model to train and how to load it."""
 
-    name: str = "embedded"  # hub id or local directory; embedded: the built-in model
+    name: str = "embedded"  # hub id, directory, GGUF file or gemma-3-270m; embedded: the built-in model
     dtype: DType = "float32"  # data type of the weights; bfloat16 is for lora, whose adapter is trained in float32
     device: str = "cpu"  # device of the trained model: cpu or cuda
     chat_template: str | None = None  # .jinja file, tokenizer directory or template; null: the tokenizer's own
@@ -106,6 +106,7 @@ class DataConfig:
     column_map: dict[str, str] = field(default_factory=dict)  # columns to rename: {target: answer} gives answer
     row_map: str | None = None  # dotted path of a function from a row to a row with a prompt; null: the task's
     system_prompt: str | None = None  # system message for prompts without one; null: the task's
+    examples: Whole = 0  # solved prompts to show before each text prompt, for base models; needs a column answer
     chat: bool | None = None  # turn text prompts into chat messages; null: if the tokenizer has a chat template
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the template: {enable_thinking: false}
     max_prompt_length: Count | None = None  # drop prompts longer than this, in tokens; null: keep all
@@ -119,7 +120,15 @@ class DataConfig:
         self, task: TaskBase, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> tuple[PromptDataset, PromptDataset]:
         """Load the prompts to train on, and the held-out ones."""
-        return task.load(**non_null_fields(self), seed=seed, tokenizer=tokenizer)
+        options = non_null_fields(self, "examples") | ({"chat": False} if self.examples else {})
+        return self.show_examples(tokenizer, *task.load(**options, seed=seed, tokenizer=tokenizer))
+
+    def show_examples(self, tokenizer: PreTrainedTokenizerBase, *prompts: PromptDataset) -> Sequence[PromptDataset]:
+        """Show the first text prompts, with their answers, before the others, and in chats as one user message."""
+        from torchrl_rloo.data import show_examples
+
+        shown = show_examples(self.examples, *prompts, chat=self.chat) if self.examples else prompts
+        return [each.for_tokenizer(tokenizer) for each in shown]
 
 
 @dataclass

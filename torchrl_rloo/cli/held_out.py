@@ -78,11 +78,14 @@ def _load_set(
     template = {"template_kwargs": cfg.data.template_kwargs}
     given = ("prompt_column", "row_map", "system_prompt", "name", "split", "column_map")
     options = {"tokenizer": tokenizer} | template | {n: getattr(asked, n) for n in given if getattr(asked, n)}
+    options |= {"chat": False} if cfg.data.examples else {}
+    size = asked.size + cfg.data.examples  # the set shows its own examples, and is not scored on them
     try:
         if asked.source in (None, EMBEDDED):
-            prompts = task.load(asked.source, eval_size=asked.size, seed=cfg.seed, **options)[1]
+            prompts = task.load(asked.source, eval_size=size, seed=cfg.seed, **options)[1]
         else:
-            prompts = task.load_held_out(asked.source, eval_size=asked.size, **options)
+            prompts = task.load_held_out(asked.source, eval_size=size, **options)
+        (prompts,) = cfg.data.show_examples(tokenizer, prompts)
         if asked.scorer is not None:
             scorer = load_reward(asked.scorer)
         else:

@@ -22,6 +22,7 @@ RECIPES = {  # file in the recipes folder, then arguments that precede the user'
     "rloo": ("rloo/rloo.py",),
     "rloo_tools": ("rloo/rloo.py", "--config", "rloo_tools"),
     "rloo_agent": ("rloo/rloo.py", "--config", "rloo_agent"),
+    "rloo_gemma": ("rloo/rloo.py", "--config", "rloo_gemma"),
     "reward_model": ("reward_model/reward_model.py",),
     "evaluate": ("evaluate/evaluate.py",),
 }

@@ -61,6 +61,7 @@ def model_config(cfg: Any) -> Any:
     from transformers import AutoConfig
 
     from torchrl_rloo.envs.tasks.base import EMBEDDED
+    from torchrl_rloo.modules import local_model
     from torchrl_rloo.runtime.lookup import HUB_KWARGS
 
     # The built-in model has no directory before its first run
@@ -74,6 +75,7 @@ def model_config(cfg: Any) -> Any:
         raise ValueError(
             f"model.name={name} is an adapter; name its base model, and set lora to the adapter's settings"
         )
+    name = local_model(name, log=print)
     try:
         return AutoConfig.from_pretrained(name, **{k: v for k, v in cfg.model.kwargs.items() if k in HUB_KWARGS})
     except OSError as error:

@@ -8,7 +8,7 @@ from torchrl_rloo.data.preferences import (
     load_preference_splits,
     load_preferences,
 )
-from torchrl_rloo.data.prompts import PromptDataset, load_prompts, longest_prompt, split_prompts
+from torchrl_rloo.data.prompts import PromptDataset, load_prompts, longest_prompt, show_examples, split_prompts
 from torchrl_rloo.data.rows import (
     action_tokens,
     concatenate,
@@ -49,6 +49,7 @@ __all__ = [
     "pack_rows",
     "pad",
     "ragged",
+    "show_examples",
     "split_prompts",
     "split_segments",
     "stack_rows",

@@ -238,6 +238,54 @@ def longest_prompt(tokenizer, datasets: Iterable[PromptDataset], **template_kwar
     return max(len(ids) for dataset in datasets for ids in dataset.encode(tokenizer, **template_kwargs))
 
 
+def show_examples(
+    number: int, dataset: PromptDataset, *others: PromptDataset, chat: bool | None = False
+) -> list[PromptDataset]:
+    """Show solved prompts before each prompt, for base models, which continue text (few-shot, arXiv 2005.14165).
+
+    A prompt becomes ``Q: <example>\\nA: <answer>\\n\\n ... Q: <prompt>\\nA:``. All rows of a task show the same
+    examples, so that their prompts begin alike.
+
+    Args:
+        number: number of examples: the first rows of ``dataset`` (of each task, in a mixture), which it then lacks.
+        dataset: text prompts with a column ``answer``.
+        *others: further prompts, such as the held-out ones, that show the same examples.
+        chat: if True, the results become user messages; None decides by the chat template, False keeps text.
+
+    Returns:
+        ``dataset`` and ``others`` with longer prompts.
+
+    Raises:
+        ValueError: if prompts are messages, or a row has no answer, or no row is left.
+
+    Example:
+        >>> rows = load_prompts([{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4"}])
+        >>> show_examples(1, rows)[0][0]["query"]
+        'Q: 1+1?\\nA: 2\\n\\nQ: 2+2?\\nA:'
+    """
+    beginnings: dict[Any, list[str]] = {}
+    rest = []
+    for index, row in enumerate(dataset.rows):
+        shown = beginnings.setdefault(row.get(keys.TASK), [])
+        if len(shown) == number:
+            rest.append(index)
+            continue
+        if not isinstance(row[keys.QUERY], str) or row.get("answer") is None:
+            raise ValueError(
+                f"examples={number} requires text prompts with a column 'answer', got {dataset!r}; set examples to 0"
+            )
+        shown.append(f"Q: {row[keys.QUERY]}\nA: {row['answer']}\n\n")
+    if not rest:
+        raise ValueError(f"examples={number} leaves none of the {len(dataset)} prompts; lower it, or add prompts")
+
+    def shown_before(row: dict[str, Any]) -> dict[str, Any]:
+        before = "".join(beginnings[row.get(keys.TASK)])
+        return row | {keys.QUERY: f"{before}Q: {row[keys.QUERY]}\nA:"}
+
+    parts = (dataset.select(rest), *others)
+    return [PromptDataset(map(shown_before, part.rows), too_long=part.counts.too_long, chat=chat) for part in parts]
+
+
 def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> tuple[PromptDataset, PromptDataset]:
     """Split a dataset into ``(train, eval)`` and keep rows with the same prompt together.
 

@@ -19,6 +19,7 @@ from torchrl_rloo.envs.text.transform import TextEnvTransform
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.parsers import RegexParser
 from torchrl_rloo.envs.transforms.tools import ToolTransform
+from torchrl_rloo.modules import local_model
 from torchrl_rloo.rewards.matching import last_boxed
 
 ADDITION = Task(
@@ -57,18 +58,19 @@ EMBEDDED_TASKS = {task.name: task for task in (ADDITION, CALCULATOR, GUESSING)}
 def resolve_model(
     name: str | os.PathLike, seed: int, task: str = ADDITION.name, log: Callable[[str], None] | None = None
 ) -> str | os.PathLike:
-    """Resolve ``"embedded"`` to the directory of the warm-started model, and return other names as they are.
+    """Resolve ``"embedded"`` to the directory of the warm-started model, and a GGUF file to that of its conversion.
 
-    The first use builds the warm start, see :func:`~torchrl_rloo.embedded.warm_start`.
+    The first use builds the warm start (:func:`~torchrl_rloo.embedded.warm_start`), or converts the file
+    (:func:`~torchrl_rloo.modules.local_model`).
 
     Args:
-        name: hub id, local directory, or ``"embedded"``.
+        name: hub id, local directory, GGUF file, name of a packaged model, or ``"embedded"``.
         seed: seed of the embedded model and its warm start.
         task: name of the task to train on. The warm start is on it if it is an embedded task, otherwise on addition.
         log: function called with lines of progress. None is silent.
     """
     if name != EMBEDDED:
-        return name
+        return local_model(name, log)
     return warm_start(seed, task if task in TEACHERS else ADDITION.name, log=log)
 
 

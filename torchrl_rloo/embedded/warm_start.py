@@ -7,7 +7,6 @@ The sloppy teacher of each task makes the model like a base model: able but unre
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torchrl_rloo.embedded.calculator import calculator_demonstrations
 from torchrl_rloo.embedded.guessing import guessing_demonstrations
 from torchrl_rloo.embedded.model import build_model
 from torchrl_rloo.embedded.tokenizer import build_tokenizer
+from torchrl_rloo.runtime.files import cache_folder
 from torchrl_rloo.training import make_schedule
 
 STEPS = 500
@@ -81,7 +81,7 @@ def warm_start(
         raise ValueError(f"task={task!r} has no teacher: use one of {sorted(TEACHERS)}")
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    cache = Path(cache_dir) if cache_dir is not None else _default_cache_dir()
+    cache = Path(cache_dir) if cache_dir is not None else cache_folder()
     target = cache / f"warm-start-{task}-seed{seed}-{_fingerprint(steps, clean)}"
     if target.is_dir():
         return target
@@ -170,9 +170,3 @@ def _fingerprint(steps: int, clean: bool) -> str:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _default_cache_dir() -> Path:
-    if cache := os.environ.get("TORCHRL_RLOO_CACHE"):
-        return Path(cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrl_rloo"

@@ -1,5 +1,6 @@
 """Policies that generate and score under TorchRL's LLM wrapper contract, references, critics and reward models."""
 
+from torchrl_rloo.modules.gguf import local_model
 from torchrl_rloo.modules.heads import RewardModel, ValueHead, encode_pairs, load_reward_model
 from torchrl_rloo.modules.loading import add_adapter, count_trained, load_engine, load_model, load_tokenizer
 from torchrl_rloo.modules.model_files import load_shards, save_merged, save_model
@@ -39,6 +40,7 @@ __all__ = [
     "load_reward_model",
     "load_shards",
     "load_tokenizer",
+    "local_model",
     "record_log_probs",
     "save_merged",
     "save_model",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.modules.gguf import local_model
 from torchrl_rloo.modules.policies import checkpointing_layers
 from torchrl_rloo.runtime.lookup import HUB_KWARGS, check_path, did_you_mean, parse_dtype
 from torchrl_rloo.weight_update.four_bit import four_bit_layers, omit_quantization_states, use_exact_products
@@ -41,7 +42,7 @@ def load_model(
     The model is in evaluation mode, also for training: without dropout, trainer and sampler agree.
 
     Args:
-        name: hub id or local directory.
+        name: hub id, local directory, or GGUF file, see :func:`~torchrl_rloo.modules.local_model`.
         dtype: ``"float32"``, ``"bfloat16"``, ...
         device: device of the model.
         gradient_checkpointing: recompute each layer in the backward pass, which saves memory and takes about a third
@@ -71,6 +72,7 @@ def load_model(
         ImportError: if a quantization requires a package that is not installed.
     """
     check_quantization(quantization, quantization_kwargs)
+    name = local_model(name, log=print)
     tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in HUB_KWARGS if k in kwargs})
     from transformers import AutoModelForCausalLM  # takes 2 s
 
@@ -144,7 +146,7 @@ def load_tokenizer(
     """Load a model's tokenizer; without a pad token, it pads with the end-of-sequence token.
 
     Args:
-        name: hub id or local directory.
+        name: hub id, local directory or GGUF file.
         chat_template: template that replaces the tokenizer's, see :func:`load_model`; None keeps it.
         **kwargs: arguments of ``AutoTokenizer.from_pretrained``.
 
@@ -153,6 +155,7 @@ def load_tokenizer(
         FileNotFoundError: if the model or template does not exist.
     """
     # Check the paths before the slow import
+    name = local_model(name, log=print)
     _check_path(name, kwargs.get("subfolder", ""))
     template = None if chat_template is None else read_chat_template(chat_template)
     from transformers import AutoTokenizer

@@ -34,6 +34,13 @@ _REASONS = {
 }
 
 
+def cache_folder() -> Path:
+    """Return the folder of built and converted models: the user's cache, unless a variable names another."""
+    if cache := os.environ.get("TORCHRL_RLOO_CACHE"):
+        return Path(cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrl_rloo"
+
+
 @contextmanager
 def explained(path: str | os.PathLike) -> Iterator[None]:
     """Replace an ``OSError`` of the block by one whose line names the path, the reason and the remedy."""

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,8 @@ from torchrl_rloo.diagnostics.checks import (
     signal_probability,
     summarize,
 )
-from torchrl_rloo.embedded import addition_prompts
+from torchrl_rloo.diagnostics.checks.probes import TEXT, beginning_losses
+from torchrl_rloo.embedded import addition_prompts, build_model
 from torchrl_rloo.embedded.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.rewards import boxed_accuracy
@@ -181,6 +183,32 @@ def test_faults_of_a_template_are_named(old, new, name, level, words):
     tokenizer.chat_template = CHAT_TEMPLATE.replace(old, new)
     findings = judge(name, facts(tokenizer=tokenizer))
     assert any(finding.level == level and words in finding.sentence for finding in findings), findings
+
+
+def test_prompts_without_the_beginning_of_text_token_that_the_model_needs():
+    found = only("beginning", facts(beginning_losses=(6.3, 2.4)))
+    assert found.level == "error" and "6.30 nats a token as prompts begin, and 2.40 after" in found.sentence
+    assert "set model.chat_template to one that begins with {{ bos_token }}" in found.remedy
+    assert only("beginning", facts(beginning_losses=(2.5, 2.4))).level == "ok"
+    assert not judge("beginning", facts())
+
+
+def test_the_losses_of_both_beginnings_are_those_of_the_same_tokens():
+    tokenizer = build_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    model, bos = build_model(tokenizer, seed=0), tokenizer.bos_token_id
+    text = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    expected = []
+    for ids in (text, [bos, *text]):  # the loss of each token after the first of the text, one at a time
+        losses = []
+        for i in range(len(ids) - len(text) + 1, len(ids)):
+            logits = model(input_ids=torch.tensor([ids[:i]])).logits[0, -1].double()
+            losses.append(-logits.log_softmax(-1)[ids[i]].item())
+        expected.append(sum(losses) / len(losses))
+    assert beginning_losses(model, tokenizer, text) == pytest.approx(expected, abs=1e-5)
+    assert beginning_losses(model, tokenizer, [bos, *text]) is None
+    tokenizer.bos_token = None
+    assert beginning_losses(model, tokenizer, text) is None
 
 
 def test_plain_text_needs_no_template():

@@ -71,6 +71,8 @@ class Facts:
     held_out: PromptDataset  # prompts of the evaluation
     tokenizer: Any  # tokenizer of the model
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template
+    # Nats a token of a plain text without and with the beginning-of-text token; None if the prompts begin with it
+    beginning_losses: tuple[float, float] | None = None
     stop_ids: Sequence[int] = ()  # ids that end a turn
     stop_strings: Sequence[str] = ()  # texts that end a turn
     answer_columns: Sequence[str] = ()  # columns of the dataset that the rewards require

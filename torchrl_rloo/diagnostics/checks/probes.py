@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from torchrl_rloo.rewards.protocol import (
 from torchrl_rloo.rewards.runner import form_hint
 from torchrl_rloo.runtime.lookup import is_async
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 PROMPTS = 4  # prompts of each task to probe
 ANSWERS = ("answer", "final_answer", "ground_truth", "solution")  # columns that hold the text of an answer
 FORMATS = (  # texts that state an answer
@@ -39,6 +42,11 @@ FORMATS = (  # texts that state an answer
 MANY = 12  # wrong answers in the hostile list of guesses
 CALLS = 32  # calls between two looks at time-outs
 MAX_TIMEOUTS = 4
+TEXT = (  # plain text that every language model of English has learned to expect
+    "The sun rises in the east and sets in the west. In summer the days are long and warm, and in winter they are "
+    "short and cold. Most people work during the day and sleep at night. Water freezes at zero degrees and boils at "
+    "one hundred degrees."
+)
 LONG = 20_000  # characters of the hostile long completion
 
 
@@ -230,3 +238,22 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     end = tokenizer.eos_token_id
     return ids if end is None else [*ids, end]
+
+
+@torch.no_grad()
+def beginning_losses(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]
+) -> tuple[float, float] | None:
+    """Return the mean losses of a plain text without and with the beginning-of-text token, in nats a token.
+
+    None if the tokenizer has no such token, or the ids of a prompt begin with it.
+    """
+    bos = tokenizer.bos_token_id
+    if bos is None or bos in prompt_ids[:1]:
+        return None
+    ids = torch.tensor([[bos, *tokenizer(TEXT, add_special_tokens=False)["input_ids"]]], device=model.device)
+    losses = []
+    for start in (1, 0):  # both over the same tokens: all but the first of the text
+        logits = model(input_ids=ids[:, start:], use_cache=False).logits[0, -ids.shape[1] + 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits.float(), ids[0, 2:]).item())
+    return losses[0], losses[1]

@@ -14,6 +14,7 @@ from torchrl_rloo.diagnostics.checks.base import Facts, Finding
 
 DUPLICATE_SHARE = 0.1  # copies up to this share of the rows change the weights of prompts little
 ERROR_SHARE = 0.5
+BEGINNING_GAIN = 0.5  # nats a token that the beginning-of-text token may save before its absence is an error
 
 
 def normalize_text(text: str) -> str:
@@ -117,6 +118,24 @@ def check_template(facts: Facts) -> Iterator[Finding]:
     yield from (problem for problem in problems if problem is not None)
     if not any(problems):
         yield Finding("ok", f"{len(queries)} prompts keep their messages, and open the assistant's turn")
+
+
+def check_beginning(facts: Facts) -> Finding | None:
+    """Check that prompts begin with the beginning-of-text token if the model was trained with it."""
+    if facts.beginning_losses is None:
+        return None
+    (without, with_bos), bos = facts.beginning_losses, facts.tokenizer.bos_token
+    sentence = (
+        f"a plain text costs the model {without:.2f} nats a token as prompts begin, and {with_bos:.2f} after {bos!r}"
+    )
+    if without - with_bos <= BEGINNING_GAIN:
+        return Finding("ok", sentence)
+    template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return Finding(
+        "error",
+        f"{sentence}, which the tokenizer does not add",
+        f"set model.chat_template to one that begins with {{{{ bos_token }}}}, for plain text to {template!r}",
+    )
 
 
 def check_stop_ids(facts: Facts) -> Finding:

@@ -12,6 +12,7 @@ from typing import Any
 from torchrl_rloo.diagnostics.checks.base import Check, Facts, Finding, Probe, Sample
 from torchrl_rloo.diagnostics.checks.prompts import (
     check_answers,
+    check_beginning,
     check_duplicates,
     check_overlap,
     check_stop_ids,
@@ -386,6 +387,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "duplicates": check_duplicates,
         "overlap": check_overlap,
         "template": check_template,
+        "beginning": check_beginning,
         "stop ids": check_stop_ids,
         "reward failures": check_reward_failures,
         "reward order": check_reward_order,

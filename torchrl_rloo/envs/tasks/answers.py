@@ -65,6 +65,17 @@ GSM8K = Task(
 )
 
 
+def sum_problems(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+    """Return sums of a number below 100 and a digit, each once in one of the splits, in an order by ``seed``."""
+    problems = [(a, b) for a in range(10, 100) for b in range(1, 10) if ((7 * a + b) % 8 == 0) == (split == "test")]
+    random.Random(f"{seed} {split}").shuffle(problems)
+    return [{"prompt": f"What is {a}+{b}?", "answer": str(a + b)} for a, b in problems[:size]]
+
+
+# For base models: data.examples=3 generate.stop_strings=["\n"]
+SUMS = Task(name="sums", synthetic_rows=sum_problems, rewards=("exact_match",), scorer="exact_match")
+
+
 _PROBLEMS = ("problem", "question", "prompt")
 _ANSWERS = ("final_answer", "answer", "solution")
 _WORDS = ("True", "False", "Yes", "No")  # DeepMath has these answers without dollar signs

@@ -7,9 +7,10 @@ from typing import Any
 
 from torchrl.envs import Transform
 
-from torchrl_rloo.envs.tasks.answers import COUNTDOWN, GSM8K, INSTRUCTIONS, MATH, MULTIPLE_CHOICE
+from torchrl_rloo.envs.tasks.answers import COUNTDOWN, GSM8K, INSTRUCTIONS, MATH, MULTIPLE_CHOICE, SUMS
 from torchrl_rloo.envs.tasks.base import Scorer, Task, TaskBase
 from torchrl_rloo.envs.tasks.programs import CODE, REPOSITORY
+from torchrl_rloo.envs.tasks.reasoning_gym import ReasoningGym
 from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
 from torchrl_rloo.runtime.lookup import did_you_mean, import_object
 
@@ -36,10 +37,16 @@ def _no_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[st
 
 
 CUSTOM = CustomTask(name="custom", synthetic_rows=_no_rows, rewards=(), scorer=None)
-TASKS = {task.name: task for task in (GSM8K, MATH, COUNTDOWN, INSTRUCTIONS, MULTIPLE_CHOICE, CODE, REPOSITORY, CUSTOM)}
+TASKS: dict[str, TaskBase] = {
+    task.name: task
+    for task in (
+        *(SUMS, GSM8K, MATH, COUNTDOWN, INSTRUCTIONS, MULTIPLE_CHOICE, CODE, REPOSITORY),
+        *(ReasoningGym(), CUSTOM),
+    )
+}
 
 
-def load_task(name: str, tasks: Mapping[str, Task] = TASKS) -> TaskBase:
+def load_task(name: str, tasks: Mapping[str, TaskBase] = TASKS) -> TaskBase:
     """Return a task by its name or dotted path.
 
     Args:
