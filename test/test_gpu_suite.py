@@ -155,14 +155,15 @@ def test_a_run_names_what_fits(load, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", argv)
     run.main()
     found, printed = json.loads(out.read_text()), capsys.readouterr().out
-    assert printed.startswith("fits: attention (0.5 s)\nleft out: training, which takes about 60 s of the 6 s left\n")
+    assert printed.startswith("fits: attention (0.5 s)\nleft out, unless others are faster: training (60 s)\n")
+    assert "left out: training, which takes about 60 s of the 6 s left" in printed
     assert found.keys() == {"head", "attention"} and found["head"] == "earlier"
     assert "took more than 1 s" in found["attention"]["error"] and found["attention"]["seconds"] >= 1
 
 
-def test_a_part_that_fails_leaves_an_error(load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_leaves_an_error(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    failed = load("run").run_part("attention", 300, "")
+    failed = load("run").run_part("attention", 300, "", tmp_path / "part.json")
     assert "ended with exit code 1" in failed["error"] and "Traceback" in failed["output"]
 
 

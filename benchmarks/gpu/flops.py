@@ -65,8 +65,9 @@ def flops_6n(matrices: Matrices, lengths: Sequence[int]) -> int:
         (4 (body + head) + 2 (trained_body + trained_head)) sum n + 12 layers hidden sum n^2
 
     With all weights trained, the first term is 6 for each weight. Attention has the width ``hidden`` there, which is
-    half of Qwen3-0.6B's, so that both conventions agree on long rows of this model. Source: ``PerfCounter`` in
-    ``src/prime_rl/trainer/perf.py`` of PrimeIntellect-ai/prime-rl, at 559b447 as at a127150.
+    half of Qwen3-0.6B's, so that both conventions agree on long rows of this model. Where it packs several rows,
+    prime-rl takes the length of the pack for each ``n``. Source: ``PerfCounter`` in ``src/prime_rl/trainer/perf.py``
+    of PrimeIntellect-ai/prime-rl, at 559b447 as at a127150.
     """
     m = matrices
     weights = 4 * (m.body + m.head) + 2 * (m.trained_body + m.trained_head)

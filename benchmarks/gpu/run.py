@@ -79,29 +79,33 @@ def install(folder: Path, target: str) -> None:
         raise RuntimeError(f"wheels={folder} cannot be installed: {done.stderr[-2000:]}")
 
 
-def run_part(name: str, seconds: float, site: str) -> dict[str, Any]:
-    """Run a part in a process, and return its result with its time, and its error; a stopped one keeps what it had."""
+def run_part(name: str, seconds: float, site: str, result: Path) -> dict[str, Any]:
+    """Run a part in a process, and return its result with its time, and its error.
+
+    Until its end, ``result`` holds what it has measured so far, also if this process is stopped with it.
+    """
     paths = [str(ROOT), str(ROOT / "test"), *filter(None, (site, os.environ.get("PYTHONPATH")))]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     begin, found = time.perf_counter(), {}
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
+    result.unlink(missing_ok=True)
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
         command = [sys.executable, __file__, "--child", name, "--out", str(result)]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                command, env=os.environ | OFFLINE | settings, stdout=output, stderr=output, start_new_session=True
-            )
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                code = None
+        process = subprocess.Popen(
+            command, env=os.environ | OFFLINE | settings, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = None
         if result.exists():
             found = json.loads(result.read_text())
+            result.unlink()
         if code != 0:
+            log.seek(0)
             reason = f"took more than {seconds:.0f} s" if code is None else f"ended with exit code {code}"
-            found |= {"error": f"part {name} {reason}", "output": log.read_text(errors="replace")[-3000:]}
+            found |= {"error": f"part {name} {reason}", "output": log.read()[-3000:]}
     return found | {"seconds": round(time.perf_counter() - begin, 1)}
 
 
@@ -161,13 +165,18 @@ def main() -> None:
             install(args.wheels, site)
         sys.path[:0] = [str(ROOT), site]
         fit = fitting(args.parts, end - time.monotonic())
-        print("fits: " + ", ".join(f"{name} ({PARTS[name]} s)" for name in fit), flush=True)
+        late = [name for name in args.parts if name not in fit]
+        for title, names in (("fits", fit), ("left out, unless others are faster", late)):
+            print(f"{title}: " + (", ".join(f"{n} ({PARTS[n]} s)" for n in names) or "none"), flush=True)
         for name in args.parts:
             if not fitting([name], left := end - time.monotonic()):
                 print(f"left out: {name}, which takes about {PARTS[name]} s of the {left:.0f} s left", flush=True)
                 continue
-            limit = min(SPARE * PARTS[name], left)
-            results[name] = dry_run(name) if args.dry_run else run_part(name, limit, site)
+            if args.dry_run:
+                results[name] = dry_run(name)
+            else:
+                partial = args.out.with_name(f"{args.out.stem}.{name}.json")
+                results[name] = run_part(name, min(SPARE * PARTS[name], left), site, partial)
             write(args.out, results)  # after each part, in case the run itself is stopped
             show(name, results[name])
 
