@@ -40,18 +40,13 @@ def read_matrices(model) -> Matrices:
 
 
 def useful_flops(matrices: Matrices, lengths: Sequence[int], actions: int) -> int:
-    """Return the operations that a result needs: causal attention, and the head for action tokens only.
+    """Return the operations that a result needs: causal attention, and the head for ``actions`` tokens only.
 
-    With rows of ``n`` tokens and windows of ``w`` in the layers, and ``m = min(n, w)``::
+    With rows of ``n`` tokens, from ``lengths``, and windows of ``w`` in the layers, and ``m = min(n, w)``::
 
         (4 body + 2 trained_body) sum n + (4 head + 2 trained_head) actions + 12 width sum (m n - m^2 / 2)
 
     The last sum is over layers and rows; it is ``n^2 / 2`` without a window.
-
-    Args:
-        matrices: sizes of the model.
-        lengths: tokens of each row.
-        actions: tokens in the loss, of all rows.
     """
     m = matrices
     pairs = sum(min(n, w or n) * (2 * n - min(n, w or n)) for n in lengths for w in m.windows)

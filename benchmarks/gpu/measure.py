@@ -142,10 +142,10 @@ def matmul_flops(setup: Setup) -> float:
     return 2 * n**3 / (timed_ms(lambda: a @ b, setup) / 1000)
 
 
-def peak_flops(device: str) -> float | None:
-    """Return the data sheet's dense bfloat16 operations per second; None for a device that the table lacks."""
-    name = torch.cuda.get_device_name(0) if device == "cuda" else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+def peak_flops(setup: Setup) -> float:
+    """Return dense bfloat16 operations per second of the data sheet, or of a product if the table lacks the device."""
+    name = torch.cuda.get_device_name(0) if setup.device == "cuda" else ""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None) or matmul_flops(setup)
 
 
 def build_config(size: str):

@@ -13,18 +13,7 @@ from typing import Any
 
 import torch
 from flops import Matrices, flops_6n, read_matrices, useful_flops
-from measure import (
-    SHAPES,
-    Setup,
-    attempt,
-    build_model,
-    build_tokenizer,
-    clear,
-    matmul_flops,
-    peak_flops,
-    random_rows,
-    synchronize,
-)
+from measure import Setup, attempt, build_model, build_tokenizer, clear, peak_flops, random_rows, synchronize
 
 from torchrl_rloo.modules import TransformersWrapper, add_adapter
 from torchrl_rloo.objectives import RLOOLoss
@@ -71,7 +60,7 @@ def compare(ours: dict[str, Any], matrices: Matrices, row_tokens: int, published
 def measure(model, size: str, row_tokens: int, repeats: int, peak: float, setup: Setup) -> dict[str, Any]:
     """Measure steps by the wall clock; the first of several warms up."""
     clear(setup.device)
-    rows = random_rows([(1, row_tokens - 1)] * ROWS, SHAPES[size]["vocab_size"])
+    rows = random_rows([(1, row_tokens - 1)] * ROWS, model.config.vocab_size)
     tokenizer = build_tokenizer(size)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False, packing="packed", precision="bfloat16")
     # Without a ratio no row is clipped, whatever its old log-probs
@@ -90,7 +79,7 @@ def measure(model, size: str, row_tokens: int, repeats: int, peak: float, setup:
 
 def run(setup: Setup) -> dict[str, Any]:
     """Measure both models at both lengths; the short rows of a model warm up its long ones."""
-    results: dict[str, Any] = {"peak_flops": peak_flops(setup.device) or matmul_flops(setup), "table": []}
+    results: dict[str, Any] = {"peak_flops": peak_flops(setup), "table": []}
     for (size, lora), peers in PRIME_RL.items():
         model, shape = None, setup.pick(size, "tiny-qwen3")  # free the last model first
         clear(setup.device)

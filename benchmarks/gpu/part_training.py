@@ -113,8 +113,7 @@ def measure(size: str, row_count: int, checkpointing: bool, peak: float, setup: 
 
 def run(setup: Setup) -> dict[str, Any]:
     """Measure each model with and without gradient checkpointing, with fewer rows where memory is short."""
-    matmul = matmul_flops(setup)
-    peak = peak_flops(setup.device) or matmul  # of a device without a data sheet, what a product reaches
+    matmul, peak = matmul_flops(setup), peak_flops(setup)
     results: dict[str, Any] = {"peak_flops": peak, "matmul_flops": matmul}
     for size in setup.pick(("1.5B", "0.5B"), ("tiny",)):
         for checkpointing in (False, True):
