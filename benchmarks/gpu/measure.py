@@ -20,36 +20,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers of a
 
 from common import word_tokenizer  # noqa: E402
 
-# Shapes of Qwen2.5 (Qwen et al. 2024, arXiv 2412.15115); both tie their embeddings
-SHAPES = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "0.5B": {
-        "vocab_size": 151_936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-    "1.5B": {
-        "vocab_size": 151_936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-    },
+# Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388) and Gemma 3 (arXiv 2503.19786); all tie their embeddings
+_NAMES = (
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim"
+).split()
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_NAMES, shape, strict=True))
+    for name, shape in {
+        "tiny": ("qwen2", 512, 64, 128, 2, 4, 2, 16),
+        "tiny-qwen3": ("qwen3", 512, 64, 128, 2, 4, 2, 32),
+        "0.5B": ("qwen2", 151_936, 896, 4864, 24, 14, 2, 64),
+        "1.5B": ("qwen2", 151_936, 1536, 8960, 28, 12, 2, 128),
+        "qwen3-0.6B": ("qwen3", 151_936, 1024, 3072, 28, 16, 8, 128),
+        "qwen3-4B": ("qwen3", 151_936, 2560, 9728, 36, 32, 8, 128),
+        "gemma3-270M": ("gemma3_text", 262_144, 640, 2048, 18, 4, 1, 256),
+    }.items()
 }
+SHAPES["gemma3-270M"]["sliding_window"] = 512
 # Dense bfloat16 operations per second of the data sheets, by a part of the device's name
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-PACKAGES = ("torch", "triton", "transformers", "torchrl", "tensordict", "trl", "liger_kernel", "peft", "accelerate")
+PACKAGES = ("torch", "triton", "transformers", "torchrl", "tensordict", "trl", "vllm", "liger_kernel", "peft")
 
 
 @dataclass(frozen=True)
@@ -59,10 +50,12 @@ class Setup:
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
         tiny: True takes sizes for a CPU, which show only that the part runs.
+        keep: called with the results so far, which outlive a part that is stopped.
     """
 
     device: str
     tiny: bool
+    keep: Callable[[dict[str, Any]], None] = lambda results: None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,9 +93,9 @@ def synchronize(device: str) -> None:
 
 
 def clear(device: str) -> None:
-    """Free unused memory, and start a new measurement of the peak."""
-    gc.collect()
+    """Free unused memory of a GPU, and start a new measurement of the peak."""
     if device == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -149,20 +142,19 @@ def matmul_flops(setup: Setup) -> float:
     return 2 * n**3 / (timed_ms(lambda: a @ b, setup) / 1000)
 
 
-def peak_flops(device: str) -> float | None:
-    """Return the data sheet's dense bfloat16 operations per second; None for a device that the table lacks."""
-    name = torch.cuda.get_device_name(0) if device == "cuda" else ""
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+def peak_flops(setup: Setup) -> float:
+    """Return dense bfloat16 operations per second of the data sheet, or of a product if the table lacks the device."""
+    name = torch.cuda.get_device_name(0) if setup.device == "cuda" else ""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None) or matmul_flops(setup)
 
 
 def build_config(size: str):
     """Build the configuration of a model of :data:`SHAPES`, which stops at no id that it can sample."""
-    from transformers import Qwen2Config
+    from transformers import AutoConfig
 
-    return Qwen2Config(
+    return AutoConfig.for_model(
         **SHAPES[size],
-        max_position_embeddings=32_768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        max_position_embeddings=131_072,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=SHAPES[size]["vocab_size"],  # of word_tokenizer
@@ -170,13 +162,13 @@ def build_config(size: str):
     )
 
 
-def build_model(size: str, setup: Setup):
-    """Build a model with random weights on the device, in evaluation mode."""
+def build_model(size: str, setup: Setup, dtype: torch.dtype | None = None):
+    """Build a model with random weights on the device, in evaluation mode; None takes the data type of the setup."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(setup.device):
-        return AutoModelForCausalLM.from_config(build_config(size), dtype=setup.dtype).eval()
+        return AutoModelForCausalLM.from_config(build_config(size), dtype=dtype or setup.dtype).eval()
 
 
 def build_tokenizer(size: str):

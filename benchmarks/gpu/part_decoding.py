@@ -68,7 +68,7 @@ def measure(function, lines: int, tokens: int, setup: Setup) -> dict[str, Any]:
 def run(setup: Setup) -> dict[str, Any]:
     """Measure each way of sampling; the ratios divide its tokens per second by those of ``model.generate``."""
     size = setup.pick("0.5B", "tiny")
-    prompt, tokens = setup.pick((128, 256), (8, 6))
+    prompt, tokens = setup.pick((128, 128), (8, 6))
     results: dict[str, Any] = {"prompt_tokens": prompt, "new_tokens": tokens}
     for lines in setup.pick((64, 256), (4,)):
         sampler = Sampler(size, lines, prompt, tokens, setup)
@@ -78,4 +78,5 @@ def run(setup: Setup) -> dict[str, Any]:
             if "tokens_per_s" in figures["ours"]:
                 figures["ours"]["ratio"] = figures["ours"]["tokens_per_s"] / base
         results[f"{size}, {lines} lines"] = figures
+        setup.keep(results)
     return results

@@ -123,4 +123,5 @@ def run(setup: Setup) -> dict[str, Any]:
             figures[name] = attempt(measure, method, (hidden, weight, targets), expected, setup)
             hidden.grad = weight.grad = None
         results[size] = figures
+        setup.keep(results)
     return results

@@ -1,7 +1,6 @@
-"""Part ``training``: model FLOPs utilization of the packed training pass, its parts, its waits and its kernels.
+"""Part ``training``: model FLOPs utilization of the packed training pass, by two conventions, its waits and kernels.
 
-Useful operations of a pass are 6 for each weight and token; those of the head count only for action tokens. Causal
-attention over a row adds ``6 * layers * width * length^2``. Recomputed operations do not count.
+:mod:`flops` has both formulas: ``mfu`` is of ``useful_flops``, ``mfu_6n`` of ``flops_6n``.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from flops import flops_6n, read_matrices, useful_flops
 from measure import (
     SHAPES,
     Setup,
@@ -23,32 +23,15 @@ from measure import (
     peak_bytes,
     peak_flops,
     random_rows,
-    synchronize,
     timed_ms,
 )
 
-from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import ragged
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.training import accumulate, optimizer_step
 
 PROMPT = 128
 KERNELS = 15  # in the table of the profile
-
-
-def useful_flops(model, rows) -> float:
-    """Return the operations of a forward and backward pass that a result needs, without recomputation."""
-    config = model.config
-    head = config.vocab_size * config.hidden_size
-    body = sum(p.numel() for p in model.parameters()) - head
-    if not config.tie_word_embeddings:
-        body -= head  # the embedding, which multiplies nothing
-    lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
-    actions = sum(int(m.sum()) for m in ragged(rows, keys.ACTION_MASK))
-    width = config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
-    attention = 6 * config.num_hidden_layers * width * sum(n * n for n in lengths)
-    return 6.0 * (body * sum(lengths) + head * actions) + attention
 
 
 def waits(function, device: str) -> dict[str, int]:
@@ -82,7 +65,7 @@ def slowest_kernels(function, device: str) -> list[dict[str, Any]]:
     return [{"kernel": e.key[:90], "ms": e.self_device_time_total / 1000, "calls": e.count} for e in events[:KERNELS]]
 
 
-def measure(size: str, row_count: int, checkpointing: bool, setup: Setup) -> dict[str, Any]:
+def measure(size: str, row_count: int, checkpointing: bool, peak: float, setup: Setup) -> dict[str, Any]:
     """Measure forward and backward of ``RLOOLoss`` on one packed pass."""
     clear(setup.device)
     model = build_model(size, setup)
@@ -110,16 +93,19 @@ def measure(size: str, row_count: int, checkpointing: bool, setup: Setup) -> dic
         training_pass()
         optimizer_step(model, optimizer, max_grad_norm=1.0)
 
-    flops, figures = useful_flops(model, rows), {"rows": row_count, "tokens": row_count * (prompt + completion)}
-    figures |= {"parameters": model.num_parameters(), "checkpointing": checkpointing, "flops": flops}
+    matrices, lengths = read_matrices(model), [prompt + completion] * row_count
+    figures: dict[str, Any] = {"rows": row_count, "tokens": sum(lengths), "checkpointing": checkpointing}
+    figures["parameters"] = model.num_parameters()
+    figures["flops"] = useful_flops(matrices, lengths, row_count * completion)
+    figures["flops_6n"] = flops_6n(matrices, lengths)
     figures["pass_ms"] = timed_ms(training_pass, setup)
     figures["forward_ms"] = timed_ms(score, setup)
     figures["step_ms"] = timed_ms(step, setup)
     figures["peak_bytes"] = peak_bytes(training_pass, setup.device)
     figures["tokens_per_s"] = 1000 * figures["tokens"] / figures["pass_ms"]
-    figures["flops_per_s"] = 1000 * flops / figures["pass_ms"]
-    if peak := peak_flops(setup.device):
-        figures["mfu"] = figures["flops_per_s"] / peak
+    figures["flops_per_s"] = 1000 * figures["flops"] / figures["pass_ms"]
+    figures["mfu"] = figures["flops_per_s"] / peak
+    figures["mfu_6n"] = 1000 * figures["flops_6n"] / figures["pass_ms"] / peak
     figures["waits"] = attempt(waits, training_pass, setup.device)
     figures["kernels"] = attempt(slowest_kernels, training_pass, setup.device)
     return figures
@@ -127,16 +113,16 @@ def measure(size: str, row_count: int, checkpointing: bool, setup: Setup) -> dic
 
 def run(setup: Setup) -> dict[str, Any]:
     """Measure each model with and without gradient checkpointing, with fewer rows where memory is short."""
-    matmul = matmul_flops(setup)
-    results: dict[str, Any] = {"peak_flops": peak_flops(setup.device), "matmul_flops": matmul}
+    matmul, peak = matmul_flops(setup), peak_flops(setup)
+    results: dict[str, Any] = {"peak_flops": peak, "matmul_flops": matmul}
     for size in setup.pick(("1.5B", "0.5B"), ("tiny",)):
         for checkpointing in (False, True):
             name = f"{size}, checkpointing" if checkpointing else size
             for row_count in setup.pick((16, 8, 4), (2,)):
-                results[name] = attempt(measure, size, row_count, checkpointing, setup)
+                results[name] = attempt(measure, size, row_count, checkpointing, peak, setup)
                 if "OutOfMemory" not in str(results[name].get("error", "")):
                     break
             if "flops_per_s" in results[name]:
                 results[name]["share_of_matmul"] = results[name]["flops_per_s"] / matmul
-            synchronize(setup.device)
+            setup.keep(results)
     return results

@@ -1,7 +1,8 @@
 """Part ``trl``: tokens per second of a whole step, sampling and training, compared with TRL's ``RLOOTrainer``.
 
 Both sides sample with transformers in this process, on the same prompts, from the same weights, in the same data type.
-Rewards, optimizer, clipping and the number of rows are the same. Neither uses an engine or gradient checkpointing.
+Rewards, optimizer, clipping and the number of rows are the same. Neither uses gradient checkpointing. A third side is
+TRL with vLLM in its process, where vLLM is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import random
 import tempfile
 import time
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -116,8 +119,12 @@ def train_ours(model, tokenizer, prompts: str, sizes: dict[str, int], clock: Clo
         clock.tick()
 
 
-def train_trl(model, tokenizer, prompts: str, sizes: dict[str, int], clock: Clock) -> None:
-    """Train with TRL's trainer and its defaults wherever they match the other side."""
+def train_trl(model, tokenizer, prompts: str, sizes: dict[str, int], clock: Clock, use_vllm: bool = False) -> None:
+    """Train with TRL's trainer and its defaults wherever they match the other side.
+
+    Raises:
+        RuntimeError: if vLLM is to sample, and is not installed or lacks a GPU.
+    """
     from datasets import Dataset
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import TrainerCallback
@@ -151,7 +158,18 @@ def train_trl(model, tokenizer, prompts: str, sizes: dict[str, int], clock: Cloc
             disable_tqdm=True,
             dataloader_pin_memory=False,
             seed=0,
+            use_vllm=use_vllm,
+            vllm_mode="colocate",
+            vllm_max_model_length=1024,
         )
+        if use_vllm and find_spec("vllm") is None:
+            raise RuntimeError("vllm is not installed")
+        if use_vllm and clock.device == "cpu":
+            raise RuntimeError("vllm samples on a GPU only")
+        if use_vllm:  # it reads the first weights from a folder
+            model.save_pretrained(output)
+            tokenizer.save_pretrained(output)
+            model.name_or_path = output
         optimizer = make_optimizer(model)
         RLOOTrainer(
             model,
@@ -164,7 +182,7 @@ def train_trl(model, tokenizer, prompts: str, sizes: dict[str, int], clock: Cloc
         ).train()
 
 
-SIDES = {"trl": train_trl, "ours": train_ours}
+SIDES = {"trl": train_trl, "ours": train_ours, "trl, vllm": partial(train_trl, use_vllm=True)}
 
 
 def measure(side: str, size: str, prompts: str, sizes: dict[str, int], setup: Setup) -> dict[str, Any]:
@@ -177,20 +195,23 @@ def measure(side: str, size: str, prompts: str, sizes: dict[str, int], setup: Se
 
 
 def run(setup: Setup) -> dict[str, Any]:
-    """Run the sides in alternation; the ratio divides our tokens per second by TRL's, pair by pair."""
+    """Run the sides in alternation, and vLLM once at the end, since its process keeps its memory.
+
+    The ratios divide our tokens per second by TRL's, pair by pair.
+    """
     size = setup.pick("0.5B", "tiny")
-    full = {"num_prompts": 8, "num_generations": 8, "max_new_tokens": 256, "steps": 4, "warm_up": 1}
+    full = {"num_prompts": 8, "num_generations": 8, "max_new_tokens": 256, "steps": 3, "warm_up": 1}
     tiny = {"num_prompts": 2, "num_generations": 2, "max_new_tokens": 6, "steps": 2, "warm_up": 1}
     sizes, pairs = setup.pick(full, tiny), setup.pick(2, 1)
     rng, words = random.Random(0), min(1000, SHAPES[size]["vocab_size"] - 10)
     texts = [" ".join(f"w{rng.randrange(words)}" for _ in range(rng.randint(32, 96))) for _ in range(64)]
-    results: dict[str, Any] = {"model": size, **sizes, "trl": [], "ours": []}
+    results: dict[str, Any] = {"model": size, **sizes, **{side: [] for side in SIDES}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prompts.jsonl"
         path.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": t}]}) + "\n" for t in texts))
-        for _ in range(pairs):
-            for side in SIDES:
-                results[side].append(attempt(measure, side, size, str(path), sizes, setup))
+        for side in ["trl", "ours"] * pairs + ["trl, vllm"]:
+            results[side].append(attempt(measure, side, size, str(path), sizes, setup))
+            setup.keep(results)
     both = list(zip(results["ours"], results["trl"], strict=True))
     ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in both if "tokens_per_s" in a and "tokens_per_s" in b]
     return results | {"ratios": ratios, "ratio": median(ratios) if ratios else None}

@@ -19,6 +19,7 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.engines import exactness
+from torchrl_rloo.engines.decoder import Decoder
 from torchrl_rloo.engines.head import find_head
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.modules import TransformersWrapper, load_model
@@ -78,6 +79,23 @@ def model_of(family: str, **sizes) -> nn.Module:
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.25)
     return model
+
+
+@torch.no_grad()
+def test_a_window_is_exact_over_grown_and_moved_buffers() -> None:
+    model = model_of("gemma3_text", head_dim=8, sliding_window=5, query_pre_attn_scalar=8)
+    rows = torch.randint(3, 48, (3, 250), generator=torch.Generator().manual_seed(0))
+    prompts = [rows[0, :40], rows[1, :7], rows[2, :3]]
+    decoder = Decoder(model, find_head(model), prompts, 250, track_seen=False)
+    active, ends = torch.arange(3), torch.tensor([len(prompt) for prompt in prompts])
+    expected = model(input_ids=rows, use_cache=False).logits
+    for step in range(200):
+        torch.testing.assert_close(decoder.logits, expected[active, ends - 1], atol=1e-4, rtol=0)
+        if step == 150:
+            decoder.keep(torch.tensor([2, 0]))
+            active, ends = active[[2, 0]], ends[[2, 0]]
+        decoder.feed(rows[active, ends])
+        ends = ends + 1
 
 
 def policy_of(model: nn.Module, tokens: int = 8) -> TransformersWrapper:

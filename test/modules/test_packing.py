@@ -54,12 +54,18 @@ def test_other_precisions_agree(dtype: torch.dtype, tolerance: float, packing: s
 
 @needs_gpu
 @pytest.mark.parametrize("packing", PACKED)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "tolerance"),
+    [(torch.float32, False, 1e-5), (torch.bfloat16, False, 5e-2), (torch.float32, True, 5e-2)],
+)
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_cuda_agrees_with_the_cpu(family: str, dtype: torch.dtype, tolerance: float, packing: str) -> None:
+def test_cuda_agrees_with_the_cpu(
+    family: str, dtype: torch.dtype, autocast: bool, tolerance: float, packing: str
+) -> None:
     name, sizes = FAMILIES[family]
     model = build(name, dtype=dtype, **sizes).cuda()
-    hidden = action_hidden(model.get_decoder(), *CASES["random"], packing)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        hidden = action_hidden(model.get_decoder(), *CASES["random"], packing)
     expected = padded(decoder_of(family), *CASES["random"])
     assert_close(hidden.double().cpu(), expected, tolerance)
     found = gradients(model.get_decoder(), hidden.cpu())
@@ -97,6 +103,25 @@ def test_the_rows_handed_to_the_cuda_kernel_are_right(
     monkeypatch.setattr(packing_module, "_has_ragged_kernel", lambda query: True)
     for case in ("random", "trees", "prompts that begin other prompts"):
         assert_same_as_padded(decoder_of(family), CASES[case], packing)
+
+
+def test_the_cuda_kernel_gets_16_bits_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    varlen, seen = pytest.importorskip("torch.nn.attention.varlen"), set()
+
+    @functools.wraps(varlen_reference)
+    def record(*args, **kwargs) -> torch.Tensor:
+        seen.update(x.dtype for x in args[:3])
+        return varlen_reference(*args, **kwargs)
+
+    monkeypatch.setattr(varlen, "varlen_attn", record)
+    monkeypatch.setattr(packing_module, "_has_ragged_kernel", lambda query: True)
+    decoder, rows = build("qwen2", dtype=torch.float32).get_decoder(), CASES["random"]
+    assert supports_packing(decoder) and seen == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):  # rotary embeddings make float32 of queries and keys
+        hidden = action_hidden(decoder, *rows, "packed")
+    assert seen == {torch.bfloat16}
+    assert_close(hidden.double(), padded(decoder, *rows).double(), 5e-2)
 
 
 def by_row(hidden: torch.Tensor, masks: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -50,8 +50,9 @@ class Decoder:
         self.padded = not bool(self.mask.all())
         self.cache = DynamicCache(config=model.config)
         plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
-        self.cache.layers = [_Layer() if type(layer) is DynamicLayer else layer for layer in self.cache.layers]
+        self.cache.layers = [_with_spare(layer) for layer in self.cache.layers]
         self.position = self.mask.sum(1)
+        self.logits: torch.Tensor | None = None
         self.logits = self._forward(ids, self.mask if self.padded else None, (self.mask.cumsum(1) - 1).clamp(min=0))
 
         # Prepare boolean masks and grouped heads for decoding, if the model supports them
@@ -69,7 +70,9 @@ class Decoder:
 
         # Expand distinct prompts to lines
         if len(lines) != len(unique):
-            self.keep(torch.tensor(lines, device=model.device))
+            indices = torch.tensor(lines, device=model.device)
+            self.logits = self.logits[indices]
+            self.keep(indices)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         inputs = {
@@ -80,13 +83,15 @@ class Decoder:
             "use_cache": True,
         }
         if self.head is not None:
-            return self.head.logits(self.head.decoder(**inputs).last_hidden_state[:, -1])
+            hidden = self.head.decoder(**inputs).last_hidden_state[:, -1]
+            # Overwrite the logits of the last token: new memory costs as much as a tenth of the product
+            reused = self.logits[: len(hidden)] if self.logits is not None and len(hidden) <= len(self.logits) else None
+            return self.head.logits(hidden, reused)
         return self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
 
     def keep(self, lines: torch.Tensor) -> None:
-        """Keep the lines of a bool mask ``[lines]``, or of indices ``[n]``, which may repeat."""
+        """Keep the lines of a bool mask ``[lines]``, or of indices ``[n]``, which may repeat. Feed them next."""
         indices = lines.nonzero()[:, 0] if lines.dtype == torch.bool else lines
-        self.logits = self.logits[indices]
         self.cache.reorder_cache(indices)  # unlike batch_select_indices, recurrent states have it
         self.mask, self.position = self.mask[indices], self.position[indices]
         if self.seen is not None:
@@ -115,31 +120,52 @@ def cache_argument(module: torch.nn.Module) -> str:
     raise NotImplementedError(f"{type(module).__name__} takes no cache of Transformers")
 
 
+def _with_spare(layer: CacheLayerMixin) -> CacheLayerMixin:
+    """Return an empty layer with spare positions if there is one for its type."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return _SlidingLayer(layer.sliding_window)
+    return _Layer() if type(layer) is DynamicLayer else layer
+
+
 class _Layer(DynamicLayer):
     """Cache layer with spare positions, so that a new token does not copy all tokens before it."""
+
+    sliding_window: int | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values ``[B, heads, n, D]``, and return views of all."""
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if start == 0:
+        added = key_states.shape[-2]
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.buffers = [_grow(states, end) for states in (key_states, value_states)]
-        elif end > self.buffers[0].shape[-2]:
-            self.buffers = [_grow(states, end) for states in (self.keys, self.values)]
+            self._allocate(key_states[..., :0, :], value_states[..., :0, :], added)
+        elif self.end + added > self.buffers[0].shape[-2]:
+            self._allocate(self.keys, self.values, self.keys.shape[-2] + added)
+        start, end = self.end - self.keys.shape[-2], self.end + added
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[..., start:end, :] = states
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
-        return self.keys, self.values
+            buffer[..., self.end : end, :] = states
+        self.end = end
+        keys, values = self.keys, self.values = [buffer[..., start:end, :] for buffer in self.buffers]
+        if self.sliding_window is not None:
+            self.cumulative_length += added
+            self.keys, self.values = (states[..., 1 - self.sliding_window :, :] for states in (keys, values))
+        return keys, values
+
+    def _allocate(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """Copy the states to the start of buffers that are made for ``length`` positions."""
+        self.end = keys.shape[-2]
+        self.buffers = [_grow(states, length) for states in (keys, values)]
+        self.keys, self.values = (buffer[..., : self.end, :] for buffer in self.buffers)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep only these lines."""
-        length = self.get_seq_length()
-        if length > 0:
-            self.buffers = [_grow(states[beam_idx], length) for states in (self.keys, self.values)]
-            self.keys, self.values = (buffer[..., :length, :] for buffer in self.buffers)
+        if self.is_initialized:
+            self._allocate(self.keys[beam_idx], self.values[beam_idx], self.keys.shape[-2])
+
+
+class _SlidingLayer(_Layer, DynamicSlidingWindowLayer):
+    """The same for a layer that attends to the last positions only."""
 
 
 def buffer_length(length: int) -> int:

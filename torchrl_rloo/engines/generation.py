@@ -183,7 +183,7 @@ def _sample_batch(
         if supports is None:
             sampled, sampled_log_probs = sample_tokens(decoder.logits, distribution, numbers, decoder.seen)
         else:
-            full = process_logits(decoder.logits, distribution, decoder.seen).log_softmax(-1)
+            full = process_logits(decoder.logits, distribution, decoder.seen)
             sampled, sampled_log_probs = draw_tokens(full, numbers)
             supports.add(active[live], step, full[live])
         tokens[active, step], log_probs[active, step] = sampled, sampled_log_probs

@@ -49,16 +49,23 @@ class Head:
         return token_log_probs(hidden, weight, targets, **shape, **kwargs)
 
     @torch.no_grad()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits ``[..., V]`` of hidden states ``[..., H]``, in at least float32 and without a gradient."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute logits ``[..., V]`` of hidden states ``[..., H]``, in at least float32 and without a gradient.
+
+        ``out`` ``[N, V]`` is memory for the logits of ``N`` states.
+        """
         flat = hidden.flatten(0, -2)
         with torch.autocast(flat.device.type, enabled=False):
             weight, bias, low_rank = self._parameters(flat)
-            z = project(self._rounded(flat), weight)
+            z = project(self._rounded(flat), weight, out)
             for pair in low_rank:
-                z = z + project(*pair)
-            z = (z if bias is None else z + bias) * self.scale
-            z = z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+                z += project(*pair)
+            if bias is not None:
+                z += bias
+            if self.scale != 1:
+                z *= self.scale
+            if self.softcap is not None:
+                z.div_(self.softcap).tanh_().mul_(self.softcap)
         return z.unflatten(0, hidden.shape[:-1])
 
     def _parameters(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, list]:

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+_DRAWN_ELEMENTS = 2**19  # logits drawn from at once: 2 MiB in float32
+_GROUP_TOKENS = 512  # tokens whose probabilities are summed before the search
+
 
 @dataclass(frozen=True)
 class SamplingDistribution:
@@ -134,13 +137,40 @@ def sample_tokens(
         greedy = SamplingDistribution(repetition_penalty=distribution.repetition_penalty)
         ids = process_logits(logits, greedy, seen).argmax(-1)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
-    return draw_tokens(process_logits(logits, distribution, seen).log_softmax(-1), uniforms)
+    return draw_tokens(process_logits(logits, distribution, seen), uniforms)
 
 
-def draw_tokens(log_probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row from log-probs ``[N, V]``; see :func:`sample_tokens`."""
-    cumulative = log_probs.exp().cumsum(-1)
+def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row from processed logits ``[N, V]``; see :func:`sample_tokens`."""
+    # A few rows at once stay in the cache of a core, and a new tensor of all rows would cost page faults
+    rows = len(logits) if logits.is_cuda else max(1, _DRAWN_ELEMENTS // logits.shape[-1])
+    drawn = [_draw(*part) for part in zip(logits.split(rows), uniforms.split(rows), strict=True)]
+    ids, log_probs = drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))
+    return ids, log_probs
+
+
+def _draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Invert the cumulative sum of groups of tokens, then that of the tokens in the group."""
+    vocab_size = logits.shape[-1]
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp_()
+    width = min(vocab_size, _GROUP_TOKENS)
+    if vocab_size % width:
+        weights = torch.nn.functional.pad(weights, (0, -vocab_size % width))
+    groups = weights.unflatten(-1, (-1, width))
+    sums = groups.sum(-1)
+    cumulative = sums.cumsum(-1)
+    target = uniforms[:, None] * cumulative[:, -1:]
+    group = _invert(cumulative, target)
+    rest = target - (cumulative.gather(-1, group) - sums.gather(-1, group))
+    within = groups.take_along_dim(group[..., None], 1)[:, 0].cumsum(-1)
+    ids = (group * width + _invert(within, rest.clamp_(min=0))).clamp_(max=vocab_size - 1)
+    log_probs = logits.gather(-1, ids) - top - sums.sum(-1, keepdim=True).log()
+    return ids[:, 0], log_probs[:, 0]
+
+
+def _invert(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the first index ``[N, 1]`` whose sum exceeds the target; its own share is above 0."""
     total = cumulative[:, -1:]
-    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cumulative, target, right=True).clamp(max=log_probs.shape[-1] - 1)
-    return ids[:, 0], log_probs.gather(-1, ids)[:, 0]
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)

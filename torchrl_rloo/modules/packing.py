@@ -455,11 +455,13 @@ def _attend_ragged(
     from torch.nn.attention.varlen import varlen_attn
 
     keys, query_offsets, key_offsets, longest_query, longest_key = plan.ragged
-    k, v = (x.contiguous() if keys is None else x.index_select(0, keys) for x in (k, v))
+    k, v = (x if keys is None else x.index_select(0, keys) for x in (k, v))
+    # Cast after the gather, so that the gradients of a shared prefix are summed in float32
+    q, k, v = (x.to(_attention_dtype(x)).contiguous() for x in (q, k, v))
     # torch 2.11 has the same kernel without the flag, and does not compare the numbers of heads
     grouped = q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters
     return varlen_attn(
-        q.contiguous(),
+        q,
         k,
         v,
         query_offsets,
@@ -474,11 +476,17 @@ def _attend_ragged(
 
 def _has_ragged_kernel(query: torch.Tensor) -> bool:
     """Return whether FlashAttention 2 supports the query: 16-bit floats, heads of 8 to 256, and Ampere or newer."""
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+    if not query.is_cuda or _attention_dtype(query) not in (torch.float16, torch.bfloat16):
         return False
     return (
         query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
+
+
+def _attention_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the data type of an attention call, which under autocast is narrower than rotated queries and keys."""
+    casts = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if casts else x.dtype
 
 
 def _call_with_plan(config, plan: AttentionPlan, function: Callable, *args):
