@@ -152,6 +152,7 @@ class _TokenLogProbs(torch.autograd.Function):
             for part, block in tiles.iter_blocks(logits, rows):
                 block = block.clone() if settings.keep else block
                 _accumulate_(block, top[part], total[part], None if spread is None else spread[part], tiles.masked)
+            del logits, block  # before the next tile
         # Turn the sums into log-probs and entropies
         log_total = total.log()
         normalizer = top + log_total
@@ -286,6 +287,7 @@ def _backward(tiles: _Tiles, kept, normalizer, entropy, grad, grad_entropy, need
                 add_hidden_gradient(grad_hidden[rows], g, weight[columns])
             if grad_weight is not None:
                 add_weight_gradient(grad_weight[columns], g, hidden[rows])
+        del raw, g  # before the next tile
     return [None if d is None else d.to(t.dtype) for d, t in zip(grads, inputs, strict=True)]
 
 
