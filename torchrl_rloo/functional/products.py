@@ -40,19 +40,9 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 class FastLayers(TorchFunctionMode):
-    """Context in which linear layers use :func:`fast_product`, forward and backward, where it multiplies them.
-
-    Within it, the embedding of ``tied``, a weight with a dense gradient from elsewhere, gets a sparse gradient, which
-    is added to that one. A dense gradient would be as large as the weight, but for a few lines of zeros.
-    """
-
-    def __init__(self, tied: torch.Tensor | None):
-        super().__init__()
-        self._tied = tied if tied is not None and has_fast_product(tied) else None
+    """Context in which linear layers use :func:`fast_product`, forward and backward, where it multiplies them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.embedding and len(args) == 7 and args[1] is self._tied:
-            return func(*args[:6], True)
         if func is F.linear and not kwargs and not torch.is_autocast_enabled("cpu"):
             if has_fast_product(*(t for t in args if t is not None)):
                 return _Linear.apply(*args)

@@ -199,11 +199,11 @@ class TransformersWrapper(TurnPolicy):
         enabled = self.precision == "bfloat16"
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=enabled)
 
-    def _fast_layers(self, head: Head | None) -> AbstractContextManager:
+    def _fast_layers(self) -> AbstractContextManager:
         # Layers that the backward pass recomputes would then be outside of the context
         if torch.is_grad_enabled() and checkpointing_layers(self.model):
             return nullcontext()
-        return FastLayers(None if head is None else getattr(head.projection, "weight", None))
+        return FastLayers()
 
     def _check_packing(self) -> None:
         if self.packing == "none":
@@ -267,7 +267,7 @@ class TransformersWrapper(TurnPolicy):
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
         else:
             uniforms = torch.stack([_row_uniforms(row, length) for row in rows.unbind(0)])
-        with self._autocast(), FastLayers(None):
+        with self._autocast(), FastLayers():
             return generate(
                 self.model,
                 prompts,
@@ -355,7 +355,7 @@ class TransformersWrapper(TurnPolicy):
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
     ) -> tuple[ActionStates, torch.Tensor | None]:
         """Return the states that predict the action tokens, and the router loss or None."""
-        with self._autocast(), recompute_in_eval(self.model), self._fast_layers(head):
+        with self._autocast(), recompute_in_eval(self.model), self._fast_layers():
             if self.packing != "none":
                 masks = ragged(rows, keys.ACTION_MASK)
                 return action_states(head.decoder, ragged(rows, keys.TOKENS), masks, self.packing), None
