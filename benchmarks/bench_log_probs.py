@@ -3,9 +3,9 @@
     python benchmarks/bench_log_probs.py
     python benchmarks/bench_log_probs.py --sizes 32k --repeats 5
 
-Every method scores the same 8 x 256 action tokens of one small model, in a separate process on one thread. Time and
-memory are measured from the end of the decoder on: forward, and backward to the gradients of the hidden states and of
-the projection's weight. It requires Linux, since it resets the kernel's peak memory there.
+Every method scores the same 8 x 256 action tokens of one small model (48 with ``262k``), in a separate process on one
+thread. Time and memory are measured from the end of the decoder on: forward, and backward to the gradients of the
+hidden states and of the projection's weight. It requires Linux, since it resets the kernel's peak memory there.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ SIZES = {
     "32k": {"vocab_size": 32_000, "hidden_size": 256},
     "32k-wide": {"vocab_size": 32_000, "hidden_size": 896},
     "152k": {"vocab_size": 152_000, "hidden_size": 256},
+    "262k": {"vocab_size": 262_144, "hidden_size": 640},
 }
 DECODER = {"intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
-ROWS, ACTIONS, WARM_UP_ACTIONS = 8, 256, 4
+ROWS, WARM_UP_ACTIONS = 8, 4
+ACTIONS = dict.fromkeys(SIZES, 256) | {"262k": 48}  # full logits of 256 would take 2.1 GB
 MEMORY_SHARE = 0.9  # share of the machine's free memory above which allocations of a process fail
 TOLERANCE = 1e-3  # relative difference between the gradients of any two methods
 
@@ -177,7 +179,7 @@ def measure(size: str, method: str) -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied from the embedding
     cut, weight = Cut(model), model.lm_head.weight
     function, entropy = METHODS[method]
-    for actions in (WARM_UP_ACTIONS, ACTIONS):
+    for actions in (WARM_UP_ACTIONS, ACTIONS[size]):
         weight.grad = None
         batch = Scored(torch.randint(len(weight), (ROWS, actions + 1)), torch.randn(ROWS, 1))
         try:
@@ -207,7 +209,7 @@ def compare(size: str, repeats: int) -> dict[str, Any]:
     weight_mb, tile_mb = vocab_size * hidden_size * 4 / 1e6, TILE_ELEMENTS * 4 / 1e6
     figures = {method: summary(results, method, weight_mb, tile_mb) for method in METHODS}
     print_table(
-        f"{size}: {ROWS} x {ACTIONS} tokens, vocabulary {vocab_size:,}, hidden size {hidden_size}; medians of "
+        f"{size}: {ROWS} x {ACTIONS[size]} tokens, vocabulary {vocab_size:,}, hidden size {hidden_size}; medians of "
         f"{repeats} rounds, load {min(loads):.1f} to {max(loads):.1f}. Peaks exclude the decoder, its activations and "
         f"the weight's gradient of {weight_mb:.1f} MB, which every method has. A tile has {tile_mb:.1f} MB",
         [{"method": method} | row for method, row in figures.items()],

@@ -207,8 +207,10 @@ def test_a_derivative_of_the_gradient_is_refused():
         gradient.sum().backward()
 
 
-def test_a_second_backward_gives_the_same_again(tiles):
-    case = Case("everything")
+@pytest.mark.parametrize(("name", "n"), [("everything", N), ("plain", N), ("plain", H), ("support", H)])
+def test_a_second_backward_gives_the_same_again(name, n, tiles):
+    """Up to ``H`` positions keep their logits for the first backward pass; the second one computes them again."""
+    case = Case(name, n)
     leaves = case.leaves()
     log_probs, _ = case.run(*leaves)
     for _ in range(2):

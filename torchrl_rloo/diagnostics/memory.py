@@ -17,7 +17,7 @@ from torchrl_rloo.functional.log_probs import tile_limits
 from torchrl_rloo.modules.loading import add_adapter
 from torchrl_rloo.runtime.lookup import did_you_mean, parse_dtype
 from torchrl_rloo.training.optimizer_classes import CHUNK_BYTES
-from torchrl_rloo.training.optimizers import TORCH_OPTIMIZERS
+from torchrl_rloo.training.optimizers import FUSED, TORCH_OPTIMIZERS
 
 MIB = 2**20
 # Bytes of a process before it holds a tensor: CUDA context, cuBLAS workspaces and kernels; on CPUs the imported code
@@ -211,8 +211,9 @@ def plan_memory(model: ModelShape, settings: MemorySettings) -> MemoryPlan:
     }
     gradients = (2 if s.parallel == "ddp" else 1) * trained  # DDP: also in buckets (Li et al. 2020, arXiv 2006.15704)
     asleep = 0 if s.engine_sleeps else s.engine_bytes
-    # AdamW on CUDA holds the root of every second moment; on CPUs it takes two temporaries of one parameter's size
+    # Adam needs none. Others hold one for every weight on CUDA; on CPUs they take two of one parameter's size
     temporaries = trained if cuda else 2 * min(trained, math.ceil(model.largest * size / s.shards))
+    temporaries = 0 if s.optimizer in FUSED else temporaries
     if "optimizer" in offload:
         temporaries = round(min(CHUNK_BYTES, trained) * (1 + share))
     logits = 3 * 4 * s.sampled_lines * model.vocab  # float32, with two copies of their size
@@ -274,10 +275,12 @@ def training_parts(model: ModelShape, settings: MemorySettings, gradients: int) 
     outside = tokens * 4 * ((1 if model.adapted else 2) * model.hidden + (0 if s.packing == "none" else 128))
     inputs = tokens * model.hidden * (item if autocast else narrow)
     kept = 0 if "activations" in s.offload else inputs if s.gradient_checkpointing else layer
-    # The head's backward pass: states, their gradient, one tile, and the weight's gradient
+    # The head's backward pass: states, their gradient, one tile or the logits, and the weight's gradient
     states, (elements, rows, _) = s.pass_rows * (s.row_tokens - s.prompt_tokens), tile_limits(s.device)
     projection = 4 * model.vocab * model.hidden if model.trains_head else 0
     widened = 4 * states * model.hidden if narrow < 4 and s.device == "cpu" else 0
+    if projection and s.device == "cpu" and states <= model.hidden:
+        elements = states * model.vocab  # which the forward pass keeps
     head = states * model.hidden * (narrow + 4) + widened + 4 * max(elements, min(rows, states)) + projection
     # Compare three moments. In the first pass gradients come layer by layer, and a tied projection waits for its own
     first, pending = s.passes == 1, projection if s.passes == 1 or model.tied else 0

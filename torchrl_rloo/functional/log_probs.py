@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from torchrl_rloo.functional.products import add_product_, fast_product, has_fast_product
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support, process_logits
 
 TILE_ELEMENTS = 2**21  # logits per tile: 8 MiB in float32; 2**22 is no faster on CPU cores
@@ -98,7 +99,10 @@ def token_log_probs(
     if not 0 <= top_k <= len(weight):
         raise ValueError(f"top_k={top_k} must be in [0, {len(weight)}] (size of the vocabulary)")
     factors = [tensor for pair in ((hidden, weight), *low_rank) for tensor in pair]
-    settings = _HeadSettings(distribution, softcap, scale, entropy, top_k)
+    # Keep the logits for the backward pass where they need no more memory than the gradient of the weight
+    keep = hidden.device.type == "cpu" and len(hidden) <= hidden.shape[1] and weight.requires_grad
+    keep = keep and torch.is_grad_enabled() and softcap is None and distribution.repetition_penalty == 1
+    settings = _HeadSettings(distribution, softcap, scale, entropy, top_k, keep)
     with torch.autocast(hidden.device.type, enabled=False):
         return TokenLogProbs(*_TokenLogProbs.apply(settings, targets, seen, *(support or (None, None)), bias, *factors))
 
@@ -118,10 +122,11 @@ class _HeadSettings(NamedTuple):
     scale: float
     entropy: bool
     top_k: int
+    keep: bool  # the processed logits, for the backward pass
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Autograd function that saves one normalizer per position, and recomputes each tile's logits for its gradient."""
+    """Autograd function that saves a normalizer per position, and keeps or recomputes the logits for its gradient."""
 
     @staticmethod
     def forward(ctx, settings, targets, seen, support_ids, support_sizes, bias, *factors):
@@ -135,14 +140,19 @@ class _TokenLogProbs(torch.autograd.Function):
         top_ids = targets.new_zeros(n, k) if k else None
         top_log_probs = top.new_full((n, k), -torch.inf) if k else None
         # Accumulate over the tiles
+        ctx.kept = []
         for rows, columns in tiles:
             logits = tiles.process(tiles.compute_raw(rows, columns), rows, columns)
+            if settings.keep:
+                ctx.kept.append(logits)
             inside, places = tiles.locate_targets(rows, columns)
             targeted[rows] += torch.where(inside, logits.gather(1, places), 0.0)[:, 0]
             if k:
                 _keep_top_(top_log_probs[rows], top_ids[rows], logits, columns.start)
             for part, block in tiles.iter_blocks(logits, rows):
+                block = block.clone() if settings.keep else block
                 _accumulate_(block, top[part], total[part], None if spread is None else spread[part], tiles.masked)
+            del logits, block  # before the next tile
         # Turn the sums into log-probs and entropies
         log_total = total.log()
         normalizer = top + log_total
@@ -164,8 +174,9 @@ class _TokenLogProbs(torch.autograd.Function):
         support = None if support_ids is None else Support(support_ids, support_sizes)
         tiles = _Tiles(ctx.settings, targets, seen, support, bias, factors)
         needs = ctx.needs_input_grad[5:]
+        kept, ctx.kept = ctx.kept[::-1], []  # freed one by one; a second backward pass recomputes them
         with torch.autocast(targets.device.type, enabled=False):
-            grads = _backward(tiles, normalizer, entropy, grad, grad_entropy, needs)
+            grads = _backward(tiles, kept, normalizer, entropy, grad, grad_entropy, needs)
         return None, None, None, None, None, *grads
 
 
@@ -187,7 +198,8 @@ class _Tiles:
         whole = max(1, elements // self.vocab_size)  # positions in a tile of the whole vocabulary
         self.rows = max(1, min(len(targets), whole if self.masked else max(whole, most_rows)))
         self.columns = self.vocab_size if self.masked else min(self.vocab_size, max(1, elements // self.rows))
-        self.buffer = factors[0].new_empty(self.rows * self.columns, dtype=self.dtype)
+        reuse = not settings.keep and not has_fast_product(*self.pairs[0])  # whose results are new tensors
+        self.buffer = factors[0].new_empty(self.rows * self.columns, dtype=self.dtype) if reuse else None
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         for rows in _iter_slices(len(self.targets), self.rows):
@@ -195,10 +207,11 @@ class _Tiles:
                 yield rows, columns
 
     def compute_raw(self, rows: slice, columns: slice) -> torch.Tensor:
-        """Return the logits of the model, in a buffer that the next tile overwrites."""
+        """Return the logits of the model; the next tile may overwrite them."""
         shape = rows.stop - rows.start, columns.stop - columns.start
         (hidden, weight), *more = self.pairs
-        logits = project(hidden[rows], weight[columns], self.buffer[: shape[0] * shape[1]].view(shape))
+        out = None if self.buffer is None else self.buffer[: shape[0] * shape[1]].view(shape)
+        logits = project(hidden[rows], weight[columns], out)
         for down, up in more:
             logits += project(down[rows], up[columns])
         if self.bias is not None:
@@ -249,17 +262,16 @@ class _Tiles:
         return self.settings.softcap is not None or self.settings.distribution.repetition_penalty != 1
 
 
-def _backward(tiles: _Tiles, normalizer, entropy, grad, grad_entropy, needs) -> list[torch.Tensor | None]:
+def _backward(tiles: _Tiles, kept, normalizer, entropy, grad, grad_entropy, needs) -> list[torch.Tensor | None]:
     """Return the gradients of the bias and the factors that need one, summed over tiles in at least float32."""
     inputs = (tiles.bias, *tiles.factors)
     grads = [torch.zeros_like(t, dtype=tiles.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
     grad_bias, *grad_factors = grads
     for rows, columns in tiles:
-        # Recompute the logits and turn them into their gradient in place
-        raw = tiles.compute_raw(rows, columns)
-        g = tiles.process(raw.clone() if tiles.needs_raw else raw, rows, columns)
-        g = g.sub_(normalizer[rows, None])
-        _replace_by_gradient_(g, rows, entropy, grad, grad_entropy, tiles)
+        # Take or recompute the logits, and turn them into their gradient in place
+        raw = kept[-1] if kept else tiles.compute_raw(rows, columns)
+        g = kept.pop() if kept else tiles.process(raw.clone() if tiles.needs_raw else raw, rows, columns)
+        _replace_by_gradient_(g, rows, normalizer, entropy, grad, grad_entropy, tiles)
         if grad is not None:
             inside, places = tiles.locate_targets(rows, columns)
             g.scatter_(1, places, g.gather(1, places) + torch.where(inside, grad[rows, None], 0.0))
@@ -275,6 +287,7 @@ def _backward(tiles: _Tiles, normalizer, entropy, grad, grad_entropy, needs) -> 
                 add_hidden_gradient(grad_hidden[rows], g, weight[columns])
             if grad_weight is not None:
                 add_weight_gradient(grad_weight[columns], g, hidden[rows])
+        del raw, g  # before the next tile
     return [None if d is None else d.to(t.dtype) for d, t in zip(grads, inputs, strict=True)]
 
 
@@ -312,12 +325,15 @@ def _keep_top_(best: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, firs
     best.copy_(order.values)
 
 
-def _replace_by_gradient_(log_probs: torch.Tensor, rows: slice, entropy, grad, grad_entropy, tiles: _Tiles) -> None:
-    """Replace log-probs by ``-p * (grad + grad_entropy * (log p + H))``, the gradient without the target's term."""
-    if grad_entropy is None:
-        log_probs.exp_().mul_(-grad[rows, None])
-        return
-    for part, block in tiles.iter_blocks(log_probs, rows):
+def _replace_by_gradient_(
+    logits: torch.Tensor, rows: slice, normalizer, entropy, grad, grad_entropy, tiles: _Tiles
+) -> None:
+    """Replace logits by ``-p * (grad + grad_entropy * (log p + H))``, the gradient without the target's term."""
+    for part, block in tiles.iter_blocks(logits, rows):
+        block.sub_(normalizer[part, None])
+        if grad_entropy is None:
+            block.exp_().mul_(-grad[part, None])
+            continue
         probs = block.exp()
         if tiles.masked:
             block.masked_fill_(block.isneginf(), 0.0)
@@ -353,6 +369,8 @@ def project(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
     Shapes: ``hidden [n, H]``, ``weight [V, H]``, ``out [n, V]`` to ``[n, V]``.
     """
     dtype = accumulation_dtype(hidden, weight)
+    if has_fast_product(hidden, weight):
+        return fast_product(hidden, weight)
     out = hidden.new_empty(len(hidden), len(weight), dtype=dtype) if out is None or out.dtype != dtype else out
     if _has_kernel(hidden, weight):
         return torch.mm(hidden, weight.T, out_dtype=dtype, out=out)
@@ -377,10 +395,10 @@ def add_hidden_gradient(total: torch.Tensor, gradient: torch.Tensor, weight: tor
     if _has_kernel(weight, weight):
         total += torch.mm(gradient.to(weight.dtype), weight, out_dtype=total.dtype)
     elif gradient.dtype == weight.dtype:
-        total.addmm_(gradient, weight)
+        add_product_(total, gradient, weight.T)
     else:
         for rows in _chunks(weight):
-            total.addmm_(gradient[:, rows], weight[rows].to(gradient.dtype))
+            add_product_(total, gradient[:, rows], weight[rows].to(gradient.dtype).T)
 
 
 def add_weight_gradient(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -390,7 +408,7 @@ def add_weight_gradient(total: torch.Tensor, gradient: torch.Tensor, hidden: tor
         for rows in _chunks(total, 64 * CAST_ELEMENTS):  # bounds the product, which has the size of the weight
             total[rows] += torch.mm(gradient[:, rows].T, hidden, out_dtype=total.dtype)
     else:
-        total.addmm_(gradient.T.to(total.dtype), hidden.to(total.dtype))
+        add_product_(total, gradient.T.to(total.dtype), hidden.to(total.dtype).T)
 
 
 def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ equal to the padding id. Its log-probs are not those of the sampled distribution
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -37,6 +37,7 @@ from torchrl_rloo.engines.exactness import check_rows
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
 from torchrl_rloo.engines.root import adopt, call_root
+from torchrl_rloo.functional.products import FastLayers
 from torchrl_rloo.modules.context_parallel import context_group, owned_inputs
 from torchrl_rloo.modules.packing import ActionStates, action_states, check_packing
 from torchrl_rloo.modules.turns import (
@@ -198,6 +199,12 @@ class TransformersWrapper(TurnPolicy):
         enabled = self.precision == "bfloat16"
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=enabled)
 
+    def _fast_layers(self) -> AbstractContextManager:
+        # Layers that the backward pass recomputes would then be outside of the context
+        if torch.is_grad_enabled() and checkpointing_layers(self.model):
+            return nullcontext()
+        return FastLayers()
+
     def _check_packing(self) -> None:
         if self.packing == "none":
             return
@@ -260,7 +267,7 @@ class TransformersWrapper(TurnPolicy):
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
         else:
             uniforms = torch.stack([_row_uniforms(row, length) for row in rows.unbind(0)])
-        with self._autocast():
+        with self._autocast(), FastLayers():
             return generate(
                 self.model,
                 prompts,
@@ -348,7 +355,7 @@ class TransformersWrapper(TurnPolicy):
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
     ) -> tuple[ActionStates, torch.Tensor | None]:
         """Return the states that predict the action tokens, and the router loss or None."""
-        with self._autocast(), recompute_in_eval(self.model):
+        with self._autocast(), recompute_in_eval(self.model), self._fast_layers():
             if self.packing != "none":
                 masks = ragged(rows, keys.ACTION_MASK)
                 return action_states(head.decoder, ragged(rows, keys.TOKENS), masks, self.packing), None

@@ -22,6 +22,7 @@ TORCH_OPTIMIZERS = {
 }
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon", *sorted(TORCH_OPTIMIZERS.keys() - {"adamw"}))
 WHOLE_ONLY = ("adafactor", "rprop")  # torch cannot step them on shards: rows and columns, and indexing by a mask
+FUSED = ("adam", "adamw")  # stepped in one pass over the weights, without temporaries of their size
 DEFAULT_BETAS, DEFAULT_WEIGHT_DECAY = (0.9, 0.99), 0.0
 _NOT_ARGUMENTS = ("params", "matrices", "others", "lr", "betas", "weight_decay")
 
@@ -104,6 +105,8 @@ def _arguments(
             arguments[key] = default if value is None else value
         elif value is not None:
             raise ValueError(f"{key}={value} has no effect with optimizer {name!r}, which has no {key}; set it to null")
+    if name in FUSED and not kwargs.keys() & {"foreach", "fused", "differentiable"}:
+        arguments["fused"] = True
     further = [n for n in known if n not in _NOT_ARGUMENTS]
     if unknown := [n for n in kwargs if n not in further]:
         hint = did_you_mean(str(unknown[0]), further)
