@@ -1,6 +1,7 @@
 """Differences between the log-probs of a vLLM engine and of the training model at equal weights.
 
     python benchmarks/bench_parity.py [--models embedded random]
+    python benchmarks/bench_parity.py --models FOLDER       # a saved model, which continues addition problems
 
 vLLM samples in float32, in bfloat16, and in bfloat16 with a float32 head, which the training model always has. Hugging
 Face models in float32 and in bfloat16 score the samples.
@@ -31,6 +32,7 @@ ENGINES[FLOAT32_HEAD] = {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "fl
 SETTINGS = {"T=1": {"temperature": 1.0}, "T=0.7": {"temperature": 0.7}, "T=1, top-p 0.9": {"top_p": 0.9}}
 SIZES = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+SAVED = 64  # requests to a saved model
 NORM_SCALE = 8.0  # scale of the random model's last norm
 LIMIT = 64  # maximum number of tokens in a turn
 PROMPT_LENGTH = 16  # tokens in a prompt of the random model
@@ -44,6 +46,8 @@ def checkpoint(name: str, directory: Path) -> Path:
 
     if name == "embedded":
         return warm_start(seed=0)
+    if name != "random":
+        return Path(name)
     tokenizer = word_tokenizer(SIZES["vocab_size"])
     model = qwen2(tokenizer, **SIZES)
     with torch.no_grad():
@@ -53,6 +57,10 @@ def checkpoint(name: str, directory: Path) -> Path:
     return directory
 
 
+def requests(name: str) -> int:
+    return REQUESTS.get(name, SAVED)
+
+
 def make_prompts(name: str, tokenizer) -> list[list[int]]:
     """Return ids of addition problems, or of random words."""
     import torch
@@ -60,8 +68,8 @@ def make_prompts(name: str, tokenizer) -> list[list[int]]:
     from torchrl_rloo.data.templates import encode_prompt
     from torchrl_rloo.embedded import addition_prompts
 
-    if name == "embedded":
-        return [encode_prompt(tokenizer, row["query"]) for row in addition_prompts("test", size=REQUESTS[name])]
+    if name != "random":
+        return [encode_prompt(tokenizer, row["query"]) for row in addition_prompts("test", size=requests(name))]
     generator = torch.Generator().manual_seed(1)
     return torch.randint(8, SIZES["vocab_size"], (REQUESTS[name], PROMPT_LENGTH), generator=generator).tolist()
 
@@ -100,7 +108,7 @@ def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
     trainers = {dtype: load_model(path, dtype=dtype) for dtype in DTYPES}
     tokenizer = trainers["float32"][1]
     prompts = make_prompts(name, tokenizer)
-    stop_ids = (tokenizer.eos_token_id,) if name == "embedded" else ()
+    stop_ids = (tokenizer.eos_token_id,) if name != "random" else ()
     for engine_name, arguments in ENGINES.items():
         with VLLMEngine(path, max_model_len=256, **arguments) as engine:
             labels = ["T=1"] if engine_name == FLOAT32_HEAD else SETTINGS
@@ -113,13 +121,14 @@ def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
                 )
                 sampler = gather_actions(ragged(rows, keys.LOG_PROBS), scored.actions)
                 gap = log_prob_gap(sampler, scored.log_probs, scored.actions.mask)
-                line = {"engine": engine_name, "trainer": dtype, "sampling": label}
+                tokens = int(scored.actions.mask.sum())
+                line = {"engine": engine_name, "trainer": dtype, "sampling": label, "tokens": tokens}
                 yield line | {k: float(v) for k, v in gap._asdict().items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=REQUESTS, default=list(REQUESTS))
+    parser.add_argument("--models", nargs="+", default=list(REQUESTS), help="embedded, random, or folders of models")
     args = parser.parse_args()
     os.environ.update(ONE_THREAD | OFFLINE | {"VLLM_LOGGING_LEVEL": "ERROR"})  # must be set before torch is imported
     import torch
@@ -130,7 +139,7 @@ def main() -> None:
             path = checkpoint(name, Path(directory))
             with torch.no_grad():
                 results[name] = list(measure(name, path))
-            print_table(f"{name}: {REQUESTS[name]} turns of at most {LIMIT} tokens; gaps in nats", results[name])
+            print_table(f"{name}: {requests(name)} turns of at most {LIMIT} tokens; gaps in nats", results[name])
     print_result(results)
 
 

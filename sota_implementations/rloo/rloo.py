@@ -44,7 +44,7 @@ import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo import data, diagnostics, evaluation, modules
-from torchrl_rloo.cli.held_out import EvalSet, HeldOutEvaluation, load_eval_sets
+from torchrl_rloo.cli.held_out import EvalSet, HeldOutEvaluation, load_eval_sets, longest_conversation
 from torchrl_rloo.collectors import SharedSource, StepRows, add_missing_kl
 from torchrl_rloo.data import keys
 from torchrl_rloo.embedded import resolve_model
@@ -137,7 +137,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
         base = str(name)
         if cfg.model.quantization is not None and cfg.inference.arguments.get("enable_lora"):
             base = str(modules.save_merged(model, tokenizer, Path(cfg.output_dir) / "base", adapter=False))
-        engine = ranks.on_main(lambda: cfg.inference.make_engine(base), "start of the engine")
+        longest = longest_conversation(plan, eval_sets, model)
+        engine = ranks.on_main(lambda: cfg.inference.make_engine(base, longest), "start of the engine")
         policy = vLLMWrapper(engine, **sampling) if ranks.is_main else None
         if sampler is not None:
             senders = ranks if sampler is model else Ranks.single()  # a copy is on rank 0 alone

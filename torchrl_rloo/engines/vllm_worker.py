@@ -30,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import layerwise
 
 from torchrl_rloo.engines.vllm_api import BACKEND, ERROR_LOG, silence_noise
+from torchrl_rloo.engines.vllm_load import LoadPlan
 from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, OpenUpdate, TensorInfo, read_manifest, xxh3
 from torchrl_rloo.weight_update.transport import Receiver, open_receiver
 
@@ -70,6 +71,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
 
     receiver: Receiver | None = None
     manifest: list[TensorInfo]
+    plan: LoadPlan | None = None
     staged = True
     loading = False
     kind = "xxh3"  # of checksums
@@ -119,15 +121,21 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         try:
             self.update.complete()
             # Load staged tensors only now that all have arrived
-            if self.staged:
-                self._start_loading()
-                self.model.load_weights(iter(self.staging.items()))
-            layerwise.finalize_layerwise_reload(self.model, self.model_config)
+            is_planned = self.staged and self.plan is not None
+            if is_planned:
+                self.plan.load(self.staging)
+            else:
+                if self.staged:
+                    self._start_loading()
+                    self.model.load_weights(iter(self.staging.items()))
+                layerwise.finalize_layerwise_reload(self.model, self.model_config)
         except BaseException:
             self.abort_update()
             raise
         # Make the weights usable before the next turn
         self.loading, self.staging = False, {}
+        if is_planned:
+            return
         if self.device.type == "cpu":
             self._repack_tied_head()
         else:
@@ -181,17 +189,19 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         self.loading = True
         layerwise.initialize_layerwise_reload(self.model)
         in_use = [(p, p.data.clone()) for p in self.model.parameters() if not p.is_meta]
+        sent = {info.name: torch.zeros((), dtype=info.torch_dtype).expand(info.shape) for info in manifest}
         try:
             for info in manifest:
-                tensor = torch.zeros((), dtype=info.torch_dtype).expand(info.shape)
                 try:
-                    self.model.load_weights(iter([(info.name, tensor)]))
+                    self.model.load_weights(iter([(info.name, sent[info.name])]))
                 except Exception as error:
                     raise ValueError(
                         f"the engine's model does not take tensor {info.name} of shape {list(info.shape)}: "
                         f"{type(error).__name__}: {error}"
                     ) from error
             self._check_complete()
+            on_cpu = self.device.type == "cpu"
+            self.plan = LoadPlan.record(self.model, self.model_config.dtype, sent) if on_cpu else None
         finally:
             layerwise._layerwise_process = process
             self.abort_update()
