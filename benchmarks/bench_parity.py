@@ -24,7 +24,7 @@ from typing import Any
 
 from common import OFFLINE, ONE_THREAD, print_result, print_table, qwen2, word_tokenizer
 
-REQUESTS = {"embedded": 64, "random": 16}  # about 1,000 tokens of each model
+REQUESTS = {"embedded": 64, "random": 16}  # about 1,000 tokens of each model; 16 of saved ones
 DTYPES = ("float32", "bfloat16")
 ENGINES = {dtype: {"dtype": dtype} for dtype in DTYPES}
 FLOAT32_HEAD = "bfloat16, float32 head"
@@ -32,7 +32,6 @@ ENGINES[FLOAT32_HEAD] = {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "fl
 SETTINGS = {"T=1": {"temperature": 1.0}, "T=0.7": {"temperature": 0.7}, "T=1, top-p 0.9": {"top_p": 0.9}}
 SIZES = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 8}
-SAVED = 64  # requests to a saved model
 NORM_SCALE = 8.0  # scale of the random model's last norm
 LIMIT = 64  # maximum number of tokens in a turn
 PROMPT_LENGTH = 16  # tokens in a prompt of the random model
@@ -57,10 +56,6 @@ def checkpoint(name: str, directory: Path) -> Path:
     return directory
 
 
-def requests(name: str) -> int:
-    return REQUESTS.get(name, SAVED)
-
-
 def make_prompts(name: str, tokenizer) -> list[list[int]]:
     """Return ids of addition problems, or of random words."""
     import torch
@@ -69,7 +64,7 @@ def make_prompts(name: str, tokenizer) -> list[list[int]]:
     from torchrl_rloo.embedded import addition_prompts
 
     if name != "random":
-        return [encode_prompt(tokenizer, row["query"]) for row in addition_prompts("test", size=requests(name))]
+        return [encode_prompt(tokenizer, row["query"]) for row in addition_prompts("test", size=REQUESTS.get(name, 16))]
     generator = torch.Generator().manual_seed(1)
     return torch.randint(8, SIZES["vocab_size"], (REQUESTS[name], PROMPT_LENGTH), generator=generator).tolist()
 
@@ -139,7 +134,7 @@ def main() -> None:
             path = checkpoint(name, Path(directory))
             with torch.no_grad():
                 results[name] = list(measure(name, path))
-            print_table(f"{name}: {requests(name)} turns of at most {LIMIT} tokens; gaps in nats", results[name])
+            print_table(f"{name}: {REQUESTS.get(name, 16)} turns of at most {LIMIT} tokens; gaps in nats", results[name])
     print_result(results)
 
 

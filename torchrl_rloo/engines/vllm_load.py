@@ -6,7 +6,9 @@ into fresh memory, packs it, copies it back, and packs a tied table twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import BoundArguments
 from typing import Any, NamedTuple
 
@@ -19,7 +21,21 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # options of glibc's mallopt
 _KNOWN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+@contextmanager
+def _keeping_freed_memory() -> Iterator[None]:
+    """Let each packed copy take the memory of the old one, since first touches of fresh memory outlast the packing."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, size: None)  # only glibc has it
+    for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+        set_option(option, 2**31 - 1)
+    try:
+        yield
+    finally:  # what glibc would adapt to in a process that frees large tensors
+        set_option(_MMAP_THRESHOLD, 32 << 20)
+        set_option(_TRIM_THRESHOLD, 64 << 20)
 
 
 class _Call(NamedTuple):
@@ -82,6 +98,7 @@ class LoadPlan:
         return cls(model, dtype, planned) if filled == set(sent) else None
 
     @torch.no_grad()
+    @_keeping_freed_memory()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load new tensors by name. An error leaves layers with different weights, until a later call succeeds."""
         for layer, name, packed, calls in self.parameters:
