@@ -134,7 +134,8 @@ def main() -> None:
             path = checkpoint(name, Path(directory))
             with torch.no_grad():
                 results[name] = list(measure(name, path))
-            print_table(f"{name}: {REQUESTS.get(name, 16)} turns of at most {LIMIT} tokens; gaps in nats", results[name])
+            turns = REQUESTS.get(name, 16)
+            print_table(f"{name}: {turns} turns of at most {LIMIT} tokens; gaps in nats", results[name])
     print_result(results)
 
 

@@ -1,6 +1,6 @@
 """Draw when a run sampled, trained and pushed weights: ``python docs/timeline.py docs/pictures/NAME.svg RUN_DIR...``.
 
-The runs need ``collector.audit=true``. Each has a panel with the groups that were sampled, in a color per policy version.
+The runs need ``collector.audit=true``. Each has a panel, with groups in a color per policy version.
 """
 
 from __future__ import annotations

@@ -52,10 +52,8 @@ _ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads bound to cores starve when several engines share them
     "TORCHDYNAMO_DISABLE": "1",  # a compiled function of the sampler costs 20 s at the first call, and gains nothing
 }
-_OWN_ON_CPU = {  # glibc keeps freed memory: the first touch of fresh memory takes longer than the copy into it
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-}
+# glibc returns large freed blocks to the system, and the first touch of a new one takes longer than a copy into it
+KEPT_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 40))
 
 
 def process_variables(own_process: bool, threads: int | None = None) -> dict[str, str]:
@@ -65,7 +63,7 @@ def process_variables(own_process: bool, threads: int | None = None) -> dict[str
     """
     wanted = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
     if not torch.cuda.is_available():
-        wanted |= _ON_CPU | (_OWN_ON_CPU if own_process else {})
+        wanted |= _ON_CPU | (KEPT_MEMORY if own_process else {})
     if own_process:
         wanted |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork of a process with threads may hang
     wanted = {name: value for name, value in wanted.items() if name not in os.environ}

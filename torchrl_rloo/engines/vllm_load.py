@@ -7,6 +7,7 @@ into fresh memory, packs it, copies it back, and packs a tied table twice.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import BoundArguments
@@ -21,6 +22,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
+from torchrl_rloo.engines.vllm_api import KEPT_MEMORY
+
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # options of glibc's mallopt
 _KNOWN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
@@ -28,7 +31,10 @@ _KNOWN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMetho
 @contextmanager
 def _keeping_freed_memory() -> Iterator[None]:
     """Let each packed copy take the memory of the old one, since first touches of fresh memory outlast the packing."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, size: None)  # only glibc has it
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if set_option is None or KEPT_MEMORY.keys() & os.environ.keys():  # the process was started to keep all freed memory
+        yield
+        return
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         set_option(option, 2**31 - 1)
     try:
