@@ -92,7 +92,7 @@ def sampled_rows(engine, prompts: list[list[int]], stop_ids: tuple[int, ...], se
     return stack_rows(rows)
 
 
-def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
+def measure(name: str, path: Path, sampling: list[str]) -> Iterator[dict[str, Any]]:
     """Yield one line of the table for each engine, setting and trainer."""
     from torchrl_rloo.data import keys
     from torchrl_rloo.data.rows import gather_actions, ragged
@@ -106,7 +106,7 @@ def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
     stop_ids = (tokenizer.eos_token_id,) if name != "random" else ()
     for engine_name, arguments in ENGINES.items():
         with VLLMEngine(path, max_model_len=256, **arguments) as engine:
-            labels = ["T=1"] if engine_name == FLOAT32_HEAD else SETTINGS
+            labels = ["T=1"] if engine_name == FLOAT32_HEAD else sampling
             batches = {label: sampled_rows(engine, prompts, stop_ids, SETTINGS[label]) for label in labels}
         for label, rows in batches.items():
             for dtype, (model, _) in trainers.items():
@@ -124,6 +124,7 @@ def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(REQUESTS), help="embedded, random, or folders of models")
+    parser.add_argument("--sampling", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="distributions")
     args = parser.parse_args()
     os.environ.update(ONE_THREAD | OFFLINE | {"VLLM_LOGGING_LEVEL": "ERROR"})  # must be set before torch is imported
     import torch
@@ -133,7 +134,7 @@ def main() -> None:
         for name in args.models:
             path = checkpoint(name, Path(directory))
             with torch.no_grad():
-                results[name] = list(measure(name, path))
+                results[name] = list(measure(name, path, args.sampling))
             turns = REQUESTS.get(name, 16)
             print_table(f"{name}: {turns} turns of at most {LIMIT} tokens; gaps in nats", results[name])
     print_result(results)
