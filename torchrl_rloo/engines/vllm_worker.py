@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.v1.sample.sampler import Sampler
 
 from torchrl_rloo.engines.vllm_api import BACKEND, ERROR_LOG, silence_noise
 from torchrl_rloo.engines.vllm_load import LoadPlan
@@ -224,6 +225,21 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, RLOOWeightTransfer)
+_sample = Sampler.sample
+
+
+def _sample_exactly(
+    self: Sampler, logits: torch.Tensor, metadata: Any, logprobs_mode_override: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sample with log-probs that sum to 1: torch's float32 ``log_softmax`` of 262,144 CPU logits is 1e-4 too high."""
+    sampled, log_probs = _sample(self, logits, metadata, logprobs_mode_override)
+    mode = logprobs_mode_override or self.logprobs_mode
+    if log_probs is not None and log_probs.device.type == "cpu" and mode == "processed_logprobs":
+        log_probs.sub_(log_probs.exp().sum(-1, keepdim=True).log_())
+    return sampled, log_probs
+
+
+Sampler.sample = _sample_exactly
 
 # vLLM imports this file in all processes of an engine
 silence_noise()
