@@ -7,7 +7,7 @@ Examples:
   rloo.py algorithm=grpo inference=vllm    another method, sampled by vLLM
   rloo.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6    a model from the hub
   rloo.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]    your data and reward
-  rloo.py inference=vllm_process collector.max_staleness=1    sample the next step while this one trains
+  rloo.py inference=vllm_process sampler.share_weights=false collector.max_staleness=1    sample while training
   rloo.py inference=ray_vllm inference.replicas=8 ray.address=auto    sample on a Ray cluster
   rloo.py rollouts.path=rows rollouts.train=false    only sample, and keep all rows as files
   rloo.py rollouts.source=rows             only train, on stored rows
