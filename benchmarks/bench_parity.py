@@ -1,6 +1,7 @@
 """Differences between the log-probs of a vLLM engine and of the training model at equal weights.
 
     python benchmarks/bench_parity.py [--models embedded random]
+    python benchmarks/bench_parity.py --models FOLDER       # a saved model, which continues addition problems
 
 vLLM samples in float32, in bfloat16, and in bfloat16 with a float32 head, which the training model always has. Hugging
 Face models in float32 and in bfloat16 score the samples.
@@ -23,7 +24,7 @@ from typing import Any
 
 from common import OFFLINE, ONE_THREAD, print_result, print_table, qwen2, word_tokenizer
 
-REQUESTS = {"embedded": 64, "random": 16}  # about 1,000 tokens of each model
+REQUESTS = {"embedded": 64, "random": 16}  # about 1,000 tokens of each model; 16 of saved ones
 DTYPES = ("float32", "bfloat16")
 ENGINES = {dtype: {"dtype": dtype} for dtype in DTYPES}
 FLOAT32_HEAD = "bfloat16, float32 head"
@@ -44,6 +45,8 @@ def checkpoint(name: str, directory: Path) -> Path:
 
     if name == "embedded":
         return warm_start(seed=0)
+    if name != "random":
+        return Path(name)
     tokenizer = word_tokenizer(SIZES["vocab_size"])
     model = qwen2(tokenizer, **SIZES)
     with torch.no_grad():
@@ -60,8 +63,8 @@ def make_prompts(name: str, tokenizer) -> list[list[int]]:
     from torchrl_rloo.data.templates import encode_prompt
     from torchrl_rloo.embedded import addition_prompts
 
-    if name == "embedded":
-        return [encode_prompt(tokenizer, row["query"]) for row in addition_prompts("test", size=REQUESTS[name])]
+    if name != "random":
+        return [encode_prompt(tokenizer, row["query"]) for row in addition_prompts("test", size=REQUESTS.get(name, 16))]
     generator = torch.Generator().manual_seed(1)
     return torch.randint(8, SIZES["vocab_size"], (REQUESTS[name], PROMPT_LENGTH), generator=generator).tolist()
 
@@ -89,7 +92,7 @@ def sampled_rows(engine, prompts: list[list[int]], stop_ids: tuple[int, ...], se
     return stack_rows(rows)
 
 
-def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
+def measure(name: str, path: Path, sampling: list[str]) -> Iterator[dict[str, Any]]:
     """Yield one line of the table for each engine, setting and trainer."""
     from torchrl_rloo.data import keys
     from torchrl_rloo.data.rows import gather_actions, ragged
@@ -100,10 +103,10 @@ def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
     trainers = {dtype: load_model(path, dtype=dtype) for dtype in DTYPES}
     tokenizer = trainers["float32"][1]
     prompts = make_prompts(name, tokenizer)
-    stop_ids = (tokenizer.eos_token_id,) if name == "embedded" else ()
+    stop_ids = (tokenizer.eos_token_id,) if name != "random" else ()
     for engine_name, arguments in ENGINES.items():
         with VLLMEngine(path, max_model_len=256, **arguments) as engine:
-            labels = ["T=1"] if engine_name == FLOAT32_HEAD else SETTINGS
+            labels = ["T=1"] if engine_name == FLOAT32_HEAD else sampling
             batches = {label: sampled_rows(engine, prompts, stop_ids, SETTINGS[label]) for label in labels}
         for label, rows in batches.items():
             for dtype, (model, _) in trainers.items():
@@ -113,13 +116,15 @@ def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
                 )
                 sampler = gather_actions(ragged(rows, keys.LOG_PROBS), scored.actions)
                 gap = log_prob_gap(sampler, scored.log_probs, scored.actions.mask)
-                line = {"engine": engine_name, "trainer": dtype, "sampling": label}
+                tokens = int(scored.actions.mask.sum())
+                line = {"engine": engine_name, "trainer": dtype, "sampling": label, "tokens": tokens}
                 yield line | {k: float(v) for k, v in gap._asdict().items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=REQUESTS, default=list(REQUESTS))
+    parser.add_argument("--models", nargs="+", default=list(REQUESTS), help="embedded, random, or folders of models")
+    parser.add_argument("--sampling", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="distributions")
     args = parser.parse_args()
     os.environ.update(ONE_THREAD | OFFLINE | {"VLLM_LOGGING_LEVEL": "ERROR"})  # must be set before torch is imported
     import torch
@@ -129,8 +134,9 @@ def main() -> None:
         for name in args.models:
             path = checkpoint(name, Path(directory))
             with torch.no_grad():
-                results[name] = list(measure(name, path))
-            print_table(f"{name}: {REQUESTS[name]} turns of at most {LIMIT} tokens; gaps in nats", results[name])
+                results[name] = list(measure(name, path, args.sampling))
+            turns = REQUESTS.get(name, 16)
+            print_table(f"{name}: {turns} turns of at most {LIMIT} tokens; gaps in nats", results[name])
     print_result(results)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_weight_sync.py [--transports direct shared_memory files] [--layers 12]
     python benchmarks/bench_weight_sync.py --transports shared_memory --engines 2
+    python benchmarks/bench_weight_sync.py --model FOLDER       # of a model and its tokenizer, in place of a random one
 
 A ``WeightPublisher`` sends the weights of a random float32 model. The transport ``direct`` passes them by reference to
 a ``VLLMEngine``. The others send them to one or more ``AsyncVLLMEngine`` in child processes.
@@ -143,6 +144,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768, help="a multiple of 64")
     parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--model", metavar="FOLDER", help="a saved model, in place of a random one")
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes after the first, which connects")
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--engines", type=int, default=1, help="number of engines in child processes")
@@ -165,9 +167,10 @@ def main() -> None:
         print_result({"benchmark": "weight_transfers", "rows": rows})
         return
     with tempfile.TemporaryDirectory() as directory:
-        for part in build(args.layers, args.width, args.vocabulary):
+        for part in () if args.model else build(args.layers, args.width, args.vocabulary):
             part.save_pretrained(directory)
-        options = ["--pushes", str(args.pushes), "--bucket-mib", str(args.bucket_mib), "--measure", directory]
+        options = ["--pushes", str(args.pushes), "--bucket-mib", str(args.bucket_mib)]
+        options += ["--measure", args.model or directory]
         options += ["--engines", str(args.engines), "--checksum", args.checksum]
         options += ["--verify-every", str(args.verify_every), *(["--streamed"] if args.streamed else [])]
         found = [run_python(__file__, "--transports", transport, *options) for transport in args.transports]

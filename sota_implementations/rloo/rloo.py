@@ -7,7 +7,7 @@ Examples:
   rloo.py algorithm=grpo inference=vllm    another method, sampled by vLLM
   rloo.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6    a model from the hub
   rloo.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]    your data and reward
-  rloo.py inference=vllm_process collector.max_staleness=1    sample the next step while this one trains
+  rloo.py inference=vllm_process sampler.share_weights=false collector.max_staleness=1    sample while training
   rloo.py inference=ray_vllm inference.replicas=8 ray.address=auto    sample on a Ray cluster
   rloo.py rollouts.path=rows rollouts.train=false    only sample, and keep all rows as files
   rloo.py rollouts.source=rows             only train, on stored rows
@@ -44,7 +44,7 @@ import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo import data, diagnostics, evaluation, modules
-from torchrl_rloo.cli.held_out import EvalSet, HeldOutEvaluation, load_eval_sets
+from torchrl_rloo.cli.held_out import EvalSet, HeldOutEvaluation, load_eval_sets, longest_conversation
 from torchrl_rloo.collectors import SharedSource, StepRows, add_missing_kl
 from torchrl_rloo.data import keys
 from torchrl_rloo.embedded import resolve_model
@@ -137,7 +137,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
         base = str(name)
         if cfg.model.quantization is not None and cfg.inference.arguments.get("enable_lora"):
             base = str(modules.save_merged(model, tokenizer, Path(cfg.output_dir) / "base", adapter=False))
-        engine = ranks.on_main(lambda: cfg.inference.make_engine(base), "start of the engine")
+        longest = longest_conversation(plan, eval_sets, model)
+        engine = ranks.on_main(lambda: cfg.inference.make_engine(base, longest), "start of the engine")
         policy = vLLMWrapper(engine, **sampling) if ranks.is_main else None
         if sampler is not None:
             senders = ranks if sampler is model else Ranks.single()  # a copy is on rank 0 alone

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from support.engines import GROUP, VLLMEngines
 from support.waiting import PATIENCE, in_thread
@@ -88,6 +89,21 @@ def test_log_probs_are_of_the_distribution_sampled(
     assert deviation(models[0], requests, samples) < EXACT
     plain = [Request(p, 12, 0) for p in PROMPTS]
     assert deviation(models[0], plain, samples) > STALE  # otherwise the test could not fail
+
+
+def test_log_probs_are_exact_for_a_large_vocabulary(make_vllm_engine: Callable[..., VLLMEngine]):
+    """A float32 log_softmax of as many logits is off by 3e-5."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 262_144, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)  # a few thousand likely tokens
+    (sample,) = make_vllm_engine(model).generate([Request(PROMPTS[2], 16, seed=0)])
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPTS[2], *sample.tokens]])).logits[0, len(PROMPTS[2]) - 1 : -1]
+    exact = logits.double().log_softmax(-1).gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    assert (exact - torch.tensor(sample.log_probs)).abs().max() < EXACT
 
 
 def test_greedy_takes_the_most_likely_token(engine: VLLMEngine, models: list[PreTrainedModel]):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from support.recipes import load_recipe, run_recipe_here, settings
 from support.runs import read_jsonl
 from torchrl_rloo.cli.fields import iter_settings
+from torchrl_rloo.cli.held_out import EvalSet, longest_conversation
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.data.rows import PACKINGS
+from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.modules.loading import QUANTIZATIONS
 from torchrl_rloo.objectives import PRESETS
@@ -271,3 +275,31 @@ def test_a_wrong_setting_is_one_line_and_exit_code_one(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "error: unknown setting plan.num_gen: did you mean plan.num_generations?\n"
+
+
+# ------------------------------------------------------------------------------------------------- lengths of engines
+SINGLE, OPEN, LIMITED = ([], {}), ([None], {"max_tokens": None}), ([None], {"max_tokens": 80})  # transforms, limits
+LENGTHS = [([SINGLE], 52), ([SINGLE, LIMITED], 80), ([LIMITED, SINGLE], 80), ([SINGLE, OPEN], None), ([OPEN], None)]
+
+
+@pytest.mark.parametrize(("kinds", "longest"), LENGTHS)
+def test_the_longest_conversation_counts_feedback_up_to_its_limit(kinds, longest):
+    plan, model = SimpleNamespace(longest_row=52), build_model(build_tokenizer(), seed=0)
+    sets = {
+        str(name): EvalSet(None, None, None, lambda made=transforms: made, chat, 1, [])
+        for name, (transforms, chat) in enumerate(kinds)
+    }
+    assert longest_conversation(plan, sets, model) == longest
+    model.config.rope_parameters = {"rope_type": "longrope"}  # of which vLLM chooses the factors by this length
+    assert longest_conversation(plan, sets, model) is None
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_process", "vllm_lora", "ray_vllm"])
+def test_an_engine_has_the_length_of_the_run_unless_it_is_set(name, monkeypatch):
+    monkeypatch.setattr("hydra.utils.instantiate", nullcontext)  # keeps the settings of the engine
+    monkeypatch.setattr("torchrl_rloo.ray.start_together", lambda starts: [start() for start in starts])
+    place = "inference.engine" + (".make_engine" if name == "ray_vllm" else "")
+    for overrides, length in (([], 52), ([f"{place}.max_model_len=80"], 80)):
+        cfg = settings("rloo", f"inference={name}", "inference.pool=null", *overrides).inference
+        arguments = cfg.make_engine("folder", 52)
+        assert arguments.get("make_engine", arguments)["max_model_len"] == length

@@ -21,7 +21,7 @@ from support.runs import read_jsonl
 from support.waiting import wait_until
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.diagnostics import check_engine
-from torchrl_rloo.engines import VLLMServer
+from torchrl_rloo.engines import VLLMEngine, VLLMServer
 from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher
 
 pytest.importorskip("vllm")
@@ -145,10 +145,13 @@ def test_an_adapter_is_trained_and_sent_alone(overrides, run, tmp_path, quantiza
     assert (tmp_path / "base").exists() == (quantization == "nf4")
 
 
-def test_rounded_weights_pass_the_parity_probe(overrides, run, tmp_path) -> None:
-    """The parity probe accepts a float32 engine with bfloat16 weights."""
+def test_rounded_weights_pass_the_parity_probe(overrides, run, tmp_path, monkeypatch) -> None:
+    """The parity probe accepts a float32 engine with bfloat16 weights, which is as long as the longest row."""
+    lengths, close = [], VLLMEngine.close
+    monkeypatch.setattr(VLLMEngine, "close", lambda engine: (lengths.append(engine.context_length), close(engine)))
     out, _ = run(["inference=vllm", *overrides, "plan.steps=1", "sampler.dtype=bfloat16"], tmp_path)
     assert "sampler against trainer: " in out and "exceeds rounding" not in out
+    assert f"prompts up to {lengths[0] - 12} tokens" in out
 
 
 def test_conversations_turn_by_turn(warm_model, run, tmp_path) -> None:

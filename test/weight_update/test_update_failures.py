@@ -98,6 +98,22 @@ def test_a_streamed_update_that_fails_tears_the_engine(engine, trained, with_wei
     assert log_prob_error(engine, trained) < 1e-5
 
 
+def test_a_load_that_fails_halfway_is_repaired_by_the_next_push(
+    engine, trained, with_weights, log_prob_error, monkeypatch
+):
+    with_weights(engine)
+    version = engine.version + 1
+    updater = WeightPublisher(trained, engine, transport=Direct(), timeout=PATIENT)
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrl_rloo.engines.vllm_load.dispatch_cpu_unquantized_gemm", None)  # after the layers' weights
+        with fails_within(SOON, f"parts of version {version}", "refuses to sample"):
+            push(updater, version)
+    with pytest.raises(EngineError, match=f"version {version} failed"):
+        engine.generate([Request([5], limit=1, seed=0)])
+    updater.push_weights()
+    assert log_prob_error(engine, trained) < 1e-5
+
+
 def cropped(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor[:, :-1] if name.endswith("layers.1.mlp.gate_proj.weight") else tensor)]
 

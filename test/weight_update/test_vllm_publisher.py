@@ -133,12 +133,17 @@ def test_updates_by_reference(kind, make_vllm_engine, make_trained, change, log_
                 assert log_prob_error(engine, trained) < 1e-5
             assert updater.last_push.buckets > 1
     assert_greedy_tokens_equal(engine, trained)
+    assert (worker_of(engine).weight_transfer_engine.plan is None) == (kind == "moe")  # vLLM itself loads experts
+
+
+def worker_of(engine: Engine):
+    """Return vLLM's worker of an engine in this process."""
+    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Return a copy of vLLM's weights."""
-    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
-    model = executor.driver_worker.worker.model_runner.model
+    model = worker_of(engine).model_runner.model
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

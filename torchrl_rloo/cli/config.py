@@ -226,17 +226,20 @@ class InferenceConfig:
             except InstantiationException as error:
                 raise error.__cause__ or error from None
 
-    def make_engine(self, model: str) -> Engine:
+    def make_engine(self, model: str, length: int | None = None) -> Engine:
         """Start the engines, in a supervised pool if the settings have one.
 
         Args:
             model: directory or hub id that they load unless the settings name another one.
+            length: longest row of the run in tokens, for which they reserve memory unless the settings have a limit.
         """
         from hydra.utils import instantiate
 
         arguments, nested = dict(self.engine), self.arguments
         if "model" in nested:
             nested = nested | {"model": nested["model"] or model}
+            if "max_model_len" in nested:
+                nested["max_model_len"] = nested["max_model_len"] or length
             arguments = arguments | {"make_engine": nested} if "make_engine" in arguments else nested
         starts = [
             partial(instantiate, arguments | {k: v[i] for k, v in self.per_replica.items()})

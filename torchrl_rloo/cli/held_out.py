@@ -13,6 +13,7 @@ from torchrl_rloo.cli.rloo_config import RLOOConfig
 from torchrl_rloo.cli.rloo_sections import EvalSetConfig
 from torchrl_rloo.collectors import SharedSource
 from torchrl_rloo.data import PromptDataset
+from torchrl_rloo.diagnostics import TrainingPlan
 from torchrl_rloo.embedded import resolve_task
 from torchrl_rloo.envs.tasks import TaskBase
 from torchrl_rloo.envs.tasks.base import EMBEDDED
@@ -21,6 +22,7 @@ from torchrl_rloo.evaluation import Evaluation, EvaluationResult, write_evaluati
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.rewards import load_reward
 from torchrl_rloo.run import Run
+from torchrl_rloo.weight_update.rotary import depends_on_length
 
 
 class EvalSet(NamedTuple):
@@ -68,6 +70,19 @@ def load_eval_sets(
             total = len(sets[name].prompts)
             print(f"eval.sets.{name}: {shared} of {total} prompts are also trained on", file=sys.stderr)
     return sets
+
+
+def longest_conversation(plan: TrainingPlan, sets: Mapping[str, EvalSet], model: Any) -> int | None:
+    """Return the tokens of the longest conversation in training and evaluation; None takes the engine's own limit.
+
+    Args:
+        plan: sizes of the run, with the longest prompt of all sets.
+        sets: held-out sets by name; the first has the turns and limits of training.
+        model: model to sample, whose rotary frequencies may depend on the engine's limit.
+    """
+    # The length of feedback is unknown, so conversations of several turns count up to their limit
+    limits = [each.chat.get("max_tokens") for each in sets.values() if each.make_transforms()]
+    return None if None in limits or depends_on_length(model) else max([plan.longest_row, *limits])
 
 
 def _load_set(

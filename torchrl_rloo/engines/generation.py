@@ -15,6 +15,7 @@ import torch
 
 from torchrl_rloo.engines.head import Head
 from torchrl_rloo.functional import SamplingDistribution
+from torchrl_rloo.functional.products import FastLayers
 from torchrl_rloo.functional.sampling import Support, draw_tokens, process_logits, sample_tokens
 
 _MIN_KEPT = 0.75  # share of the lines above which dropping the others costs more than it saves
@@ -136,13 +137,15 @@ def generate(
         record_support=record_support,
     )
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    if pads_prompts(model, head) or len(lengths.unique()) == 1:
-        return sample(prompts, uniforms, limits)
-    # Sample each length of prompts by itself if only those decode exactly
-    turns: dict[int, Generated] = {}
-    for length in lengths.unique():
-        rows = (lengths == length).nonzero()[:, 0].tolist()
-        turns.update(zip(rows, sample([prompts[row] for row in rows], uniforms[rows], limits[rows]), strict=True))
+    # The scorer's layers use the same products
+    with FastLayers():
+        if pads_prompts(model, head) or len(lengths.unique()) == 1:
+            return sample(prompts, uniforms, limits)
+        # Sample each length of prompts by itself if only those decode exactly
+        turns: dict[int, Generated] = {}
+        for length in lengths.unique():
+            rows = (lengths == length).nonzero()[:, 0].tolist()
+            turns.update(zip(rows, sample([prompts[row] for row in rows], uniforms[rows], limits[rows]), strict=True))
     return [turns[row] for row in range(len(prompts))]
 
 

@@ -52,6 +52,8 @@ _ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads bound to cores starve when several engines share them
     "TORCHDYNAMO_DISABLE": "1",  # a compiled function of the sampler costs 20 s at the first call, and gains nothing
 }
+# glibc returns large freed blocks to the system, and the first touch of a new one takes longer than a copy into it
+KEPT_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 40))
 
 
 def process_variables(own_process: bool, threads: int | None = None) -> dict[str, str]:
@@ -61,7 +63,7 @@ def process_variables(own_process: bool, threads: int | None = None) -> dict[str
     """
     wanted = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
     if not torch.cuda.is_available():
-        wanted |= _ON_CPU
+        wanted |= _ON_CPU | (KEPT_MEMORY if own_process else {})
     if own_process:
         wanted |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork of a process with threads may hang
     wanted = {name: value for name, value in wanted.items() if name not in os.environ}

@@ -28,8 +28,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.v1.sample.sampler import Sampler
 
 from torchrl_rloo.engines.vllm_api import BACKEND, ERROR_LOG, silence_noise
+from torchrl_rloo.engines.vllm_load import LoadPlan
 from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, OpenUpdate, TensorInfo, read_manifest, xxh3
 from torchrl_rloo.weight_update.transport import Receiver, open_receiver
 
@@ -70,6 +72,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
 
     receiver: Receiver | None = None
     manifest: list[TensorInfo]
+    plan: LoadPlan | None = None
     staged = True
     loading = False
     kind = "xxh3"  # of checksums
@@ -119,15 +122,21 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         try:
             self.update.complete()
             # Load staged tensors only now that all have arrived
-            if self.staged:
-                self._start_loading()
-                self.model.load_weights(iter(self.staging.items()))
-            layerwise.finalize_layerwise_reload(self.model, self.model_config)
+            is_planned = self.staged and self.plan is not None
+            if is_planned:
+                self.plan.load(self.staging)
+            else:
+                if self.staged:
+                    self._start_loading()
+                    self.model.load_weights(iter(self.staging.items()))
+                layerwise.finalize_layerwise_reload(self.model, self.model_config)
         except BaseException:
             self.abort_update()
             raise
         # Make the weights usable before the next turn
         self.loading, self.staging = False, {}
+        if is_planned:
+            return
         if self.device.type == "cpu":
             self._repack_tied_head()
         else:
@@ -181,17 +190,19 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         self.loading = True
         layerwise.initialize_layerwise_reload(self.model)
         in_use = [(p, p.data.clone()) for p in self.model.parameters() if not p.is_meta]
+        sent = {info.name: torch.zeros((), dtype=info.torch_dtype).expand(info.shape) for info in manifest}
         try:
             for info in manifest:
-                tensor = torch.zeros((), dtype=info.torch_dtype).expand(info.shape)
                 try:
-                    self.model.load_weights(iter([(info.name, tensor)]))
+                    self.model.load_weights(iter([(info.name, sent[info.name])]))
                 except Exception as error:
                     raise ValueError(
                         f"the engine's model does not take tensor {info.name} of shape {list(info.shape)}: "
                         f"{type(error).__name__}: {error}"
                     ) from error
             self._check_complete()
+            on_cpu = self.device.type == "cpu"
+            self.plan = LoadPlan.record(self.model, self.model_config.dtype, sent) if on_cpu else None
         finally:
             layerwise._layerwise_process = process
             self.abort_update()
@@ -214,6 +225,21 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, RLOOWeightTransfer)
+_sample = Sampler.sample
+
+
+def _sample_exactly(
+    self: Sampler, logits: torch.Tensor, metadata: Any, logprobs_mode_override: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sample with log-probs that sum to 1: torch's float32 ``log_softmax`` of 262,144 CPU logits is 1e-4 too high."""
+    sampled, log_probs = _sample(self, logits, metadata, logprobs_mode_override)
+    mode = logprobs_mode_override or self.logprobs_mode
+    if log_probs is not None and log_probs.device.type == "cpu" and mode == "processed_logprobs":
+        log_probs.sub_(log_probs.exp().sum(-1, keepdim=True).log_())
+    return sampled, log_probs
+
+
+Sampler.sample = _sample_exactly
 
 # vLLM imports this file in all processes of an engine
 silence_noise()

@@ -369,16 +369,20 @@ def project(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
     Shapes: ``hidden [n, H]``, ``weight [V, H]``, ``out [n, V]`` to ``[n, V]``.
     """
     dtype = accumulation_dtype(hidden, weight)
-    if has_fast_product(hidden, weight):
+    if has_fast_product(hidden, weight) and (out is None or weight.numel() <= 4 * CAST_ELEMENTS):
         return fast_product(hidden, weight)
     out = hidden.new_empty(len(hidden), len(weight), dtype=dtype) if out is None or out.dtype != dtype else out
     if _has_kernel(hidden, weight):
         return torch.mm(hidden, weight.T, out_dtype=dtype, out=out)
     hidden = hidden.to(dtype)
     if weight.dtype == dtype:
-        # One product with a large vocabulary takes 1.4 times as long on CPU cores
-        for rows in (slice(None),) if weight.is_cuda else _chunks(weight, 4 * CAST_ELEMENTS):
-            torch.mm(hidden, weight[rows].T, out=out[:, rows])
+        if weight.is_cuda:
+            return torch.mm(hidden, weight.T, out=out)
+        for rows in _chunks(weight, 4 * CAST_ELEMENTS):  # one product with a large vocabulary takes longer
+            if has_fast_product(hidden, weight):
+                out[:, rows] = fast_product(hidden, weight[rows])
+            else:
+                torch.mm(hidden, weight[rows].T, out=out[:, rows])
         return out
     for rows in _chunks(weight):
         torch.mm(hidden, weight[rows].to(dtype).T, out=out[:, rows])

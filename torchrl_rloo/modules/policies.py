@@ -267,7 +267,7 @@ class TransformersWrapper(TurnPolicy):
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
         else:
             uniforms = torch.stack([_row_uniforms(row, length) for row in rows.unbind(0)])
-        with self._autocast(), FastLayers():
+        with self._autocast():
             return generate(
                 self.model,
                 prompts,

@@ -73,6 +73,11 @@ def fix_frequencies(model: nn.Module) -> None:
         )
 
 
+def depends_on_length(model: nn.Module) -> bool:
+    """Return whether the rotary frequencies of a model depend on the longest row of a pass or an engine."""
+    return _length_dependent(getattr(model, "config", None)) is not None
+
+
 def check_engine_frequencies(model: nn.Module, engine_length: int | None) -> None:
     """Raise unless an engine has the rotary frequencies of the training model.
 
