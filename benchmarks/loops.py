@@ -266,7 +266,8 @@ def greedy_accuracy(model, tokenizer, run: Run) -> float:
         inputs = {k: inputs[k] for k in ("input_ids", "attention_mask")}
         ids = model.generate(**inputs, max_new_tokens=run.max_new_tokens, do_sample=False)
         texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(REWARDS[run.reward](part, texts, ids, answer=[row["answer"] for row in part]))
+        answers = [row["answer"] for row in part]
+        right += sum(REWARDS[run.reward](prompts=part, completions=texts, completion_ids=ids, answer=answers))
     model.train(training)
     return right / len(rows)
 
