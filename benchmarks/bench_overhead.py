@@ -325,6 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--iterations", type=int, default=8, help="measured iterations per side")
+    parser.add_argument("--sides", nargs="+", choices=("ours", "TorchRL"), default=["ours", "TorchRL"])
     args = parser.parse_args()
     os.environ.update(ONE_THREAD)  # only the tokenizer reads it now, since torch is imported
     torch.set_num_threads(1)
@@ -332,18 +333,21 @@ def main() -> None:
     for rows in args.rows:
         prompts = addition_prompts("train", size=rows // NUM_GENERATIONS * (args.iterations + 2))
         sides = {"ours": ours, "TorchRL": torchrl}
-        figures[str(rows)] = {name: per_row(side(rows, prompts, args.iterations), rows) for name, side in sides.items()}
+        figures[str(rows)] = {name: per_row(sides[name](rows, prompts, args.iterations), rows) for name in args.sides}
         report(rows, figures[str(rows)])
     print_result(figures)
 
 
 def report(rows: int, sides: dict[str, dict[str, float]]) -> None:
     for name in UNKNOWN:  # _Actor replaces TorchRL's scoring
-        del sides["TorchRL"][name]
+        sides.get("TorchRL", {}).pop(name, None)
     names = (*PARTS, "sum of these", *WRAPPER, "sum with the wrapper", *LEFT_OUT)
-    ratio = sides["TorchRL"]["sum of these"] / sides["ours"]["sum of these"]
+    title = f"{rows} rows: CPU ms per row. Sums exclude the last three parts."
+    if len(sides) > 1:
+        ratio = sides["TorchRL"]["sum of these"] / sides["ours"]["sum of these"]
+        title += f" TorchRL / ours in the first sum: {ratio:.1f}"
     print_table(
-        f"{rows} rows: CPU ms per row. Sums exclude the last three parts. TorchRL / ours in the first sum: {ratio:.1f}",
+        title,
         [{"part": name} | {side: values.get(name) for side, values in sides.items()} for name in names],
     )
 

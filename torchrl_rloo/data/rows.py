@@ -254,13 +254,26 @@ def copy_row(row: TensorDictBase) -> TensorDict:
     """Copy one row, but not its tensors; ``row.copy()`` takes ten times as long."""
     entries = dict(row.items())
     for key, value in entries.items():
-        if is_non_tensor(value) or isinstance(value, torch.Tensor):
+        if type(value) in _LEAVES or is_non_tensor(value) or isinstance(value, torch.Tensor):
             continue
         if is_tensorclass(value):
             entries[key] = make_unchecked(type(value), dict(value._tensordict.items()), dict(value._non_tensordict))
         else:
             entries[key] = copy_row(value)
     return TensorDict._new_unsafe(entries, batch_size=_NO_SHAPE)
+
+
+def entry_of(row: TensorDictBase, key: NestedKey, default: Any = None) -> Any:
+    """Return a tensor entry of one row, or a default; ``row.get(key, default)`` takes five to ten times as long."""
+    if type(key) is not str:
+        for name in key[:-1]:
+            if (row := entry_of(row, name)) is None:
+                return default
+        key = key[-1]
+    entries = row.__dict__.get("_tensordict")
+    if type(entries) is TensorDict:  # those of a tensorclass
+        entries = entries._tensordict
+    return entries.get(key, default) if type(entries) is dict else row.get(key, default)
 
 
 def rows_to_reset(rows: TensorDictBase) -> list[bool]:
@@ -304,6 +317,7 @@ def non_tensor_value(row: TensorDictBase, key: str) -> Any:
 
 
 _NO_SHAPE = torch.Size([])
+_LEAVES = (torch.Tensor, NonTensorData)  # the usual ones, which need no slower check
 _NON_TENSOR_TEMPLATE = NonTensorData("")  # the first instance completes the class
 
 
