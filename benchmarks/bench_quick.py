@@ -3,9 +3,9 @@
     python benchmarks/bench_quick.py                      # or: make bench-quick
     python benchmarks/bench_quick.py --against ../other   # two checkouts, in alternation
 
-``floor`` is a training step over a bare loop (``bench_floor.py``), ``ms/row`` the framework's CPU milliseconds per row
-of 128 (``bench_overhead.py``), and ``TRL / ours`` the CPU time of a step (``bench_vs_trl.py``). The scripts are those of
-this checkout. Only the package comes from the other one.
+``floor`` is a training step over a bare loop (``bench_floor.py``). ``ms/row`` is the framework's CPU time of a row, in
+batches of 128 (``bench_overhead.py``). ``TRL / ours`` compares the CPU time of a step (``bench_vs_trl.py``). The
+scripts are those of this checkout. Only the package comes from the other one.
 """
 
 from __future__ import annotations

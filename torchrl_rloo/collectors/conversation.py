@@ -20,7 +20,7 @@ from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency, Slots
 from torchrl_rloo.collectors.ledger import Lease
 from torchrl_rloo.collectors.turn_source import Policy, make_turn_source
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, entry_of, make_tensorclass, set_entries, stack_rows
+from torchrl_rloo.data.rows import copy_row, drop_entries, entry_of, make_tensorclass, set_entries, stack_rows
 from torchrl_rloo.data.segments import SAMPLE_KEYS, first_action, sampled_versions
 from torchrl_rloo.data.stop_reasons import is_done, stop_reason
 from torchrl_rloo.engines.base import EngineDeadError
@@ -36,6 +36,7 @@ _OUTCOME_KEYS = ("done", "terminated", "truncated", "stop_reason", "rewards", "r
 _OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra", keys.ROLE_RECORD[1])
 # Entries that only the environment reads
 _DROPPED_KEYS = (keys.MAX_NEW_TOKENS, keys.INITIAL_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
+_LEFT_KEYS = frozenset({*_TURN_KEYS, *_OUTCOME_KEYS, *_DROPPED_KEYS, "reward"})  # not taken from the conversation
 # Entries of "next" that are not part of the state before the next turn
 _SCORE_KEYS = ("reward", "rewards", "raw_rewards", "ref_log_probs")
 
@@ -63,20 +64,19 @@ def finish_row(row: TensorDictBase, reward: torch.Tensor, version: int) -> Tenso
     entries = dict(end.items())
     outcome = {k: entries[k] for k in _OUTCOME_KEYS if k in entries} | {"reward": reward}
     # Take everything else from the conversation
-    out = {k: v for k, v in row.items() if k not in _TURN_KEYS and k not in outcome and k not in _DROPPED_KEYS}
-    out |= {k: entries[k] for k in (keys.COMPLETION, keys.NUM_TURNS, *SAMPLE_KEYS) if k in entries}
+    finished = drop_entries(row, _LEFT_KEYS)
+    set_entries(finished, {k: entries[k] for k in (keys.COMPLETION, keys.NUM_TURNS, *SAMPLE_KEYS) if k in entries})
     # Add the version, and the tokens with their masks and log-probs
-    finished = TensorDict._new_unsafe(out, batch_size=torch.Size([]))
     versions = sampled_versions(finished)
     sampled = versions is not None and len(versions)
-    outcome_and_tokens = {
+    parts = {
         keys.POLICY_VERSION: versions.min() if sampled else torch.tensor(version),
         "tokens": make_tensorclass(Tokens, full=tokens, prompt=tokens[: first_action(mask)]),
         "masks": make_tensorclass(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
         "log_probs": make_tensorclass(LogProbs, full=log_probs),
         "next": TensorDict._new_unsafe(outcome, batch_size=torch.Size([])),
     }
-    return set_entries(finished, outcome_and_tokens)
+    return set_entries(finished, parts)
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -317,12 +317,16 @@ class GroupRunner:
             return
         presence, record, player = conversation.presence, self.activity.record, self.stepper.player
 
+        answered = 0.0
+
         async def sample(row: TensorDictBase) -> TensorDictBase:
+            nonlocal answered
             began = presence.enter("engine")
             try:
                 return await self.source.turn(row, conversation.order)
             finally:
-                record("engine", presence.enter("environment") - began)
+                answered = presence.enter("environment")
+                record("engine", answered - began)
 
         while True:
             try:
@@ -336,7 +340,6 @@ class GroupRunner:
                 return
             self._consecutive_failures, conversation.row = 0, row
             if player is None:
-                answered = presence.enter("environment")
                 await self.stepper.step(row)
                 record("environment", presence.enter("environment") - answered)
             self.turn_counts[conversation.group_id] += 1 if player is None else int(row["next", keys.NUM_TURNS])
