@@ -48,6 +48,7 @@ from torchrl_rloo.modules import TransformersWrapper, policies
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
 
+YOUNG_OBJECTS = 50_000  # threshold of garbage collection in a Run
 NUM_GENERATIONS = 8
 MAX_NEW_TOKENS = 16
 LEFT_OUT = ("model", "tokenizer", "reward")
@@ -276,19 +277,22 @@ def run(
     loss: torch.nn.Module,
     iterations: int,
 ) -> list[Counter[str]]:
-    """Run the loop of either side with the initial objects frozen, as in a ``Run``. The first iteration warms up."""
-    results = []
+    """Run the loop of either side with garbage collected as in a ``Run``. The first iteration warms up."""
+    results, thresholds = [], gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
     for _ in range(iterations + 1):
         clock.seconds = Counter()
         began = time.process_time()
         with clock.garbage_collection():
             iterate(clock, batches, stored, buffer, loss)
+            gc.collect(1)
         # The collector's share is what no other section took, on any thread
         clock.seconds["collector"] = time.process_time() - began - clock.seconds.total()
         results.append(clock.seconds)
     gc.unfreeze()
+    gc.set_threshold(*thresholds)
     return results[1:]
 
 
