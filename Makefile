@@ -7,7 +7,7 @@ TEST_ENV := .venv-test
 DOCS_ENV := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format bench docs docs-html release clean
+.PHONY: help train test lint format bench bench-quick docs docs-html release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/'
@@ -28,6 +28,9 @@ format: $(TEST_ENV)/.installed  ## rewrite files in the house format
 
 bench: $(TEST_ENV)/.installed  ## run every benchmarks/bench_*.py
 	set -e; for script in benchmarks/bench_*.py; do $(TEST_ENV)/bin/python $$script $(ARGS); done
+
+bench-quick: $(TEST_ENV)/.installed  ## three figures in a minute; ARGS="--against PATH" adds another checkout
+	$(TEST_ENV)/bin/python benchmarks/bench_quick.py $(ARGS)
 
 docs: docs-html  ## build the documentation and serve it on http://127.0.0.1:8000
 	$(DOCS_ENV)/bin/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000

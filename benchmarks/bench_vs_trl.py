@@ -76,31 +76,45 @@ def word_prompts(count: int) -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
 
 
-def compare_speed(size: str, pairs: int, folder: Path) -> dict[str, Any]:
-    """Run each side ``pairs`` times in alternation, and print a table."""
+def prepare_speed(size: str, measured: int, folder: Path) -> tuple[int, str]:
+    """Build the model and the prompts, and return its number of parameters and the run of ``loops.py``."""
     model = folder / size
     built = run_python(__file__, "--build", size, str(model))
-    steps = STEPS[size] + 1
+    steps = measured + 1
     prompts = write_lines(folder / f"{size}.jsonl", word_prompts(steps * BATCH["num_prompts"]))
     run = json.dumps(
         {"model": str(model), "prompts": prompts, "steps": steps, "learning_rate": 1e-4, "reward": "id_sum", **BATCH}
     )
-    results: dict[str, list[dict[str, Any]]] = {"trl": [], "ours": []}
+    return built["parameters"], run
+
+
+def compare_speed(size: str, pairs: int, folder: Path, against: Path | None = None) -> dict[str, Any]:
+    """Run each side ``pairs`` times in alternation, and print a table.
+
+    Args:
+        size: name in ``SIZES``.
+        pairs: runs per side.
+        folder: folder of the model and the prompts.
+        against: root of another checkout, whose package is a third side; None leaves it out.
+    """
+    parameters, run = prepare_speed(size, STEPS[size], folder)
+    sides = {"trl": None, "ours": None} | ({} if against is None else {"ours, other checkout": against})
+    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for pair in range(pairs):
-        for side, done in results.items():
-            done.append(run_python(LOOPS, side, run))
-            took = f"{done[-1]['cpu_s_per_step']:.3f} CPU s a step, peak {done[-1]['peak_mb']:.0f} MB"
+        for side, checkout in sides.items():
+            done = run_python(LOOPS, side.partition(",")[0], run, checkout=checkout)
+            results[side].append(done)
+            took = f"{done['cpu_s_per_step']:.3f} CPU s a step, peak {done['peak_mb']:.0f} MB"
             print(f"{size}, pair {pair + 1} of {pairs}, {side}: {took}", file=sys.stderr, flush=True)
-    figures = {"parameters": built["parameters"]} | {side: summary(done) for side, done in results.items()}
-    both = list(zip(results["trl"], results["ours"], strict=True))
-    ratios = [t["cpu_s_per_step"] / o["cpu_s_per_step"] for t, o in both]
-    figures["speed_ratio"], figures["speed_ratios"] = median(ratios), ratios
-    figures["memory_ratio"] = median(o["peak_mb"] / t["peak_mb"] for t, o in both)
+    figures: dict[str, Any] = {"parameters": parameters}
+    for side, done in results.items():
+        ratios = [t["cpu_s_per_step"] / o["cpu_s_per_step"] for t, o in zip(results["trl"], done, strict=True)]
+        memory = median(o["peak_mb"] / t["peak_mb"] for t, o in zip(results["trl"], done, strict=True))
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        figures[side] = summary(done) | {"TRL / side": median(ratios), "range": spread, "MB, side / TRL": memory}
     print_table(
-        f"{size}: {built['parameters']:,} parameters, {BATCH['num_prompts']} prompts x {BATCH['num_generations']} "
-        f"completions x {BATCH['max_new_tokens']} tokens; medians of {pairs} pairs of {STEPS[size]} steps. "
-        f"TRL / ours in CPU time: {figures['speed_ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); "
-        f"ours / TRL in peak memory: {figures['memory_ratio']:.2f}",
+        f"{size}: {parameters:,} parameters, {BATCH['num_prompts']} prompts x {BATCH['num_generations']} "
+        f"completions x {BATCH['max_new_tokens']} tokens; medians of {pairs} pairs of {STEPS[size]} steps",
         [{"side": side, **figures[side]} for side in results],
     )
     return figures
@@ -177,6 +191,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("speed", "learning"), default="speed")
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "gemma"], default=list(SIZES))
     parser.add_argument("--pairs", type=int, default=3, help="runs per side and size")
+    parser.add_argument("--against", type=Path, help="root of another checkout whose package is measured as well")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=60, help="batches of a learning run")
     parser.add_argument("--gemma", default="gemma-3-270m", help="name or folder of the real model")
@@ -187,7 +202,8 @@ def main() -> None:
         if "gemma" in args.sizes:
             figures = real_model_figures(args, Path(folder))
         elif args.mode == "speed":
-            figures = {size: compare_speed(size, args.pairs, Path(folder)) for size in args.sizes}
+            against = None if args.against is None else args.against.resolve()
+            figures = {size: compare_speed(size, args.pairs, Path(folder), against) for size in args.sizes}
         else:
             figures = compare_learning(args.seeds, args.batches, Path(folder))
     print_result(figures)

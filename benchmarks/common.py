@@ -40,15 +40,19 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
-def run_python(script: str, *args: str) -> dict[str, Any]:
+def run_python(script: str, *args: str, checkout: Path | None = None) -> dict[str, Any]:
     """Run a script offline in a separate process with one thread, and return the JSON object of its last output line.
+
+    Args:
+        script: path of the script.
+        *args: its arguments.
+        checkout: root of the checkout whose package it imports; None imports the installed one.
 
     Raises:
         RuntimeError: if the process fails, with the end of its output.
     """
-    done = subprocess.run(
-        [sys.executable, script, *args], env=os.environ | ONE_THREAD | OFFLINE, capture_output=True, text=True
-    )
+    env = os.environ | ONE_THREAD | OFFLINE | ({} if checkout is None else {"PYTHONPATH": str(checkout)})
+    done = subprocess.run([sys.executable, script, *args], env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(args)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -325,7 +325,7 @@ class SimulatedRunner:
         self, group: int, member: int, begin: Callable[[int], None], ended: Callable[[int], None]
     ) -> dict[Any, torch.Tensor]:
         versions: Counter[int] = Counter()
-        async with self.slots.place():
+        async with self.slots:
             begin(self.version())
             engine = self.loads.index(min(self.loads))  # a conversation stays on its engine
             for turn in self.load(group, member):

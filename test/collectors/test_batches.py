@@ -92,6 +92,7 @@ def test_running_groups_are_bounded(scripted: Callable) -> None:
     rows = collecting.result(PATIENCE)
     assert len(in_state(collector, *UNDELIVERED)) == 3
     gate.closed.clear()
+    wait_until(lambda: {1, 2} <= set(in_state(collector, "complete")))
     late = [rows, *(collector.collect() for _ in range(2))]
     assert {1, 2} <= {g for rows in late for g in groups_of(rows)}, "the oldest come first"
 

@@ -41,7 +41,7 @@ def test_conversations_enter_in_their_order() -> None:
         slots, entered, leave = Slots(2), [], [asyncio.Event() for _ in range(6)]
 
         async def converse(i: int) -> None:
-            async with slots.place():
+            async with slots:
                 entered.append(i)
                 await leave[i].wait()
 
@@ -71,7 +71,7 @@ def test_cancellations_leak_and_exceed_no_place(seed: int) -> None:
 
         async def converse() -> None:
             nonlocal most, entered
-            async with slots.place():
+            async with slots:
                 entered += 1
                 most = max(most, slots.in_flight)
                 for _ in range(rng.randrange(3)):
@@ -86,7 +86,7 @@ def test_cancellations_leak_and_exceed_no_place(seed: int) -> None:
                 await asyncio.sleep(0)
         await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
         assert most == 3 and entered > 100 and slots.in_flight == 0
-        async with slots.place():
+        async with slots:
             assert slots.in_flight == 1
 
     asyncio.run(main())
@@ -100,7 +100,7 @@ def test_waiting_conversations_enter_as_the_limit_grows() -> None:
         seen, leave = [], asyncio.Event()
 
         async def converse() -> None:
-            async with slots.place():
+            async with slots:
                 seen.append(slots.in_flight)
                 await leave.wait()
 

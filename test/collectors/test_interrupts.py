@@ -140,7 +140,7 @@ def raise_once(function: Callable, error: type[BaseException] = KeyboardInterrup
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("part", ["postproc", "progress", "replay_buffer", "draw_groups", "first progress"])
+@pytest.mark.parametrize("part", ["postproc", "progress", "replay_buffer", "draw_ids", "first progress"])
 def test_a_part_that_raises_once_loses_and_doubles_nothing(
     part: str, mode: dict, scripted: Callable, monkeypatch
 ) -> None:
@@ -173,9 +173,9 @@ def test_a_part_that_raises_once_loses_and_doubles_nothing(
     if "progress" in part:
         collector.progress = report
         gate.closed |= set(range(50)) if part == "first progress" else set()
-    if part == "draw_groups":
+    if part == "draw_ids":
         primer = collector.ledger.primer
-        monkeypatch.setattr(primer, "draw_groups", raise_once(primer.draw_groups, call=1 if not mode else 2))
+        monkeypatch.setattr(primer, "draw_ids", raise_once(primer.draw_ids, call=1 if not mode else 2))
     delivered, errors = [], 0
     while len(delivered) < 12:
         try:

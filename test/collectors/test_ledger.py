@@ -167,7 +167,7 @@ def test_a_failing_draw_loses_no_group(where: str, error: type[BaseException], m
 
     primer = ledger.primer
     if where == "after the draw":
-        monkeypatch.setattr(primer, "draw_groups", fail_once(primer.draw_groups, lambda n: True, False))
+        monkeypatch.setattr(primer, "draw_ids", fail_once(primer.draw_ids, lambda n: True, False))
     elif where == "in the dataset":
         monkeypatch.setattr(
             type(primer.dataset), "__getitem__", fail_once(type(primer.dataset).__getitem__, lambda d, i: i == 3, True)

@@ -137,7 +137,7 @@ def test_policies_keep_to_their_context(make_policy: Callable, random_model, bpe
         make_policy(10)(TensorDict({("tokens", "prompt"): prompt}, [1]))
     own = TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 2048, "ignore_eos": True})
     assert own.context_length == 2048
-    assert own._limit(TensorDict({("tokens", "prompt"): prompt}, [1])[0], 2040) == 8
+    assert own._limit(TensorDict({("tokens", "prompt"): prompt}, [1])[0], 2040, own.context_length) == 8
 
 
 class Game:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from math import inf
 
 from torchrl_rloo.engines.base import EngineLoad
@@ -67,6 +66,8 @@ class AdaptiveConcurrency:
 class Slots:
     """Places for conversations, used on one event loop. Waiting conversations enter in their order.
 
+    ``async with slots:`` waits for a place and holds it.
+
     Args:
         limit: number of places; None disables the limit.
         load: function that returns the engine's load; required with :class:`AdaptiveConcurrency`.
@@ -94,9 +95,7 @@ class Slots:
         """Current number of places; infinite without a limit."""
         return self._limit
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Hold a place within the context, once one is free."""
+    async def __aenter__(self) -> None:
         if self.in_flight >= self._limit or self._waiting:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -109,10 +108,9 @@ class Slots:
                 raise
         else:
             self.in_flight += 1
-        try:
-            yield
-        finally:
-            self._leave()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
 
     def _leave(self) -> None:
         self.in_flight -= 1

@@ -20,9 +20,9 @@ from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency, Slots
 from torchrl_rloo.collectors.ledger import Lease
 from torchrl_rloo.collectors.turn_source import Policy, make_turn_source
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, make_tensorclass, stack_rows
-from torchrl_rloo.data.segments import SAMPLE_KEYS, sampled_versions
-from torchrl_rloo.data.stop_reasons import stop_reason
+from torchrl_rloo.data.rows import copy_row, drop_entries, entry_of, make_tensorclass, set_entries, stack_rows
+from torchrl_rloo.data.segments import SAMPLE_KEYS, first_action, sampled_versions
+from torchrl_rloo.data.stop_reasons import is_done, stop_reason
 from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.envs.activity import Activity, ActivityWindow, Presence, set_present
@@ -36,6 +36,7 @@ _OUTCOME_KEYS = ("done", "terminated", "truncated", "stop_reason", "rewards", "r
 _OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra", keys.ROLE_RECORD[1])
 # Entries that only the environment reads
 _DROPPED_KEYS = (keys.MAX_NEW_TOKENS, keys.INITIAL_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
+_LEFT_KEYS = frozenset({*_TURN_KEYS, *_OUTCOME_KEYS, *_DROPPED_KEYS, "reward"})  # not taken from the conversation
 # Entries of "next" that are not part of the state before the next turn
 _SCORE_KEYS = ("reward", "rewards", "raw_rewards", "ref_log_probs")
 
@@ -58,25 +59,24 @@ def finish_row(row: TensorDictBase, reward: torch.Tensor, version: int) -> Tenso
         version: policy version at the first turn. If the policy reports versions of tokens, the oldest replaces it.
     """
     # Take outcome and tokens from the last step, whose prompt for a next turn is the whole trajectory
-    end = row["next"]
-    tokens, mask, log_probs = (end.get(key) for key in (keys.PROMPT_TOKENS, keys.ACTION_MASK, keys.LOG_PROBS))
-    first_action = int(mask.int().argmax()) if mask.any() else len(mask)
+    end = entry_of(row, "next")
+    tokens, mask, log_probs = (entry_of(end, key) for key in (keys.PROMPT_TOKENS, keys.ACTION_MASK, keys.LOG_PROBS))
     entries = dict(end.items())
     outcome = {k: entries[k] for k in _OUTCOME_KEYS if k in entries} | {"reward": reward}
     # Take everything else from the conversation
-    out = {k: v for k, v in row.items() if k not in _TURN_KEYS and k not in outcome and k not in _DROPPED_KEYS}
-    out |= {k: entries[k] for k in (keys.COMPLETION, keys.NUM_TURNS, *SAMPLE_KEYS) if k in entries}
+    finished = drop_entries(row, _LEFT_KEYS)
+    set_entries(finished, {k: entries[k] for k in (keys.COMPLETION, keys.NUM_TURNS, *SAMPLE_KEYS) if k in entries})
     # Add the version, and the tokens with their masks and log-probs
-    versions = sampled_versions(out)
+    versions = sampled_versions(finished)
     sampled = versions is not None and len(versions)
-    out |= {
+    parts = {
         keys.POLICY_VERSION: versions.min() if sampled else torch.tensor(version),
-        "tokens": make_tensorclass(Tokens, full=tokens, prompt=tokens[:first_action]),
+        "tokens": make_tensorclass(Tokens, full=tokens, prompt=tokens[: first_action(mask)]),
         "masks": make_tensorclass(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
         "log_probs": make_tensorclass(LogProbs, full=log_probs),
         "next": TensorDict._new_unsafe(outcome, batch_size=torch.Size([])),
     }
-    return TensorDict._new_unsafe(out, batch_size=torch.Size([]))
+    return set_entries(finished, parts)
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -229,8 +229,10 @@ class GroupRunner:
         self.ended_counts.pop(group_id, None)
 
     async def _open(self, conversations: list[_Conversation]) -> list[TensorDictBase]:
+        drawn = stack_rows([conversation.draw() for conversation in conversations])
+        if not self.stepper.opens_slowly:
+            return list(open_rows(self.env, drawn).unbind(0))
         async with self._reset_slots:
-            drawn = stack_rows([conversation.draw() for conversation in conversations])
             opening = self._run_in_thread(open_rows, self.env, drawn)
             try:
                 return list((await asyncio.shield(opening)).unbind(0))
@@ -258,6 +260,8 @@ class GroupRunner:
             await asyncio.wait(set(self._thread_work), timeout=remaining)
 
     async def _release(self, rows: list[TensorDictBase]) -> None:
+        if not self.stepper.keeps_state:
+            return
         for outcome in await asyncio.gather(*map(self.stepper.release, rows), return_exceptions=True):
             if isinstance(outcome, Exception):
                 _LOGGER.error("releasing the state of a conversation failed", exc_info=outcome)
@@ -285,7 +289,7 @@ class GroupRunner:
     async def _converse(self, conversation: _Conversation) -> None:
         """Run one conversation to its end once a place is free, and its replacements after failures."""
         conversation.presence.enter("place")
-        async with self.slots.place():
+        async with self.slots:
             conversation.presence.enter("environment")
             for replacement in range(_MAX_REPLACEMENTS + 1):
                 await self._take_turns_in_time(conversation)
@@ -308,17 +312,21 @@ class GroupRunner:
             self._truncate(conversation, "time")
 
     async def _take_turns(self, conversation: _Conversation) -> None:
-        if conversation.row["done"].any():  # the prompt leaves the policy no turn
+        if is_done(conversation.row):  # the prompt leaves the policy no turn
             self._truncate(conversation, stop_reason(conversation.row))
             return
         presence, record, player = conversation.presence, self.activity.record, self.stepper.player
 
+        answered = 0.0
+
         async def sample(row: TensorDictBase) -> TensorDictBase:
+            nonlocal answered
             began = presence.enter("engine")
             try:
                 return await self.source.turn(row, conversation.order)
             finally:
-                record("engine", presence.enter("environment") - began)
+                answered = presence.enter("environment")
+                record("engine", answered - began)
 
         while True:
             try:
@@ -332,11 +340,10 @@ class GroupRunner:
                 return
             self._consecutive_failures, conversation.row = 0, row
             if player is None:
-                answered = presence.enter("environment")
                 await self.stepper.step(row)
                 record("environment", presence.enter("environment") - answered)
             self.turn_counts[conversation.group_id] += 1 if player is None else int(row["next", keys.NUM_TURNS])
-            if row[keys.DONE].any():
+            if is_done(entry_of(row, "next")):
                 return
             conversation.reward += row[keys.REWARD]
             conversation.row = next_turn(row)
@@ -383,8 +390,8 @@ class _Conversation:
     def draw(self) -> TensorDictBase:
         """Return the row to open, with ids that no other conversation has."""
         row, numbers = copy_row(self.drawn), (*self.order, self._replacements)
-        row.set(keys.TRAJECTORY_ID, torch.tensor(_hash("trajectory", self._seed, *numbers, self._attempt)))
-        return row
+        number = _hash("trajectory", self._seed, *numbers, self._attempt)
+        return set_entries(row, {keys.TRAJECTORY_ID: torch.tensor(number)})
 
     def replace(self) -> None:
         """Prepare for another conversation in place of this one, which failed."""
@@ -399,16 +406,16 @@ class _Conversation:
         if keys.SEED not in self.row.keys():
             self.seeded = True
             numbers = self.order if not self._replacements else (*self.order, self._replacements)
-            self.row.set(keys.SEED, torch.tensor(_hash(self._seed, *numbers)))
+            set_entries(self.row, {keys.SEED: torch.tensor(_hash(self._seed, *numbers))})
         if keys.STARTED in self.row.keys():
             self.row.set(keys.STARTED, torch.tensor(time.monotonic(), dtype=torch.float64))
 
     def finish(self) -> TensorDictBase:
         """Return the finished row."""
-        recorded = self.row.get(keys.POLICY_VERSION, None)
+        recorded = entry_of(self.row, keys.POLICY_VERSION)
         version = self.version if recorded is None else int(recorded)
-        row = finish_row(self.row, self.reward + self.row[keys.REWARD], version)
-        return row.exclude(keys.SEED) if self.seeded else row
+        row = finish_row(self.row, self.reward + entry_of(self.row, keys.REWARD), version)
+        return row.del_(keys.SEED) if self.seeded else row
 
 
 def _hash(*values: int | str) -> int:

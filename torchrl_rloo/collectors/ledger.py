@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 
-from torchrl_rloo.data import keys
 from torchrl_rloo.engines.occupancy import Occupancy
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.runtime.files import append, make_folder
@@ -154,9 +153,8 @@ class GroupLedger:
         waiting = self.of(GroupState.DRAWN)[:count] if self.count(GroupState.DRAWN) else []
         if (new := count - len(waiting)) > 0:
             with self.primer.requeue_on_error():
-                drawn = self.primer.draw_groups(new)
-            for rows in drawn:
-                group_id, prompt_id = int(rows[0][keys.GROUP_ID]), int(rows[0][keys.PROMPT_ID])
+                drawn = self.primer.draw_ids(new)
+            for prompt_id, group_id in drawn:
                 group = Group(group_id, prompt_id, self._attempts.pop(group_id, 0))
                 self.groups[group_id] = group
                 self._sizes[GroupState.DRAWN] += 1

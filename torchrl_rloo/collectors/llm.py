@@ -27,7 +27,7 @@ from torchrl_rloo.collectors.staleness import ON_STALE, OnStale, limit_staleness
 from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
+from torchrl_rloo.data.rows import entry_of, ragged, stack_rows, tensor_rows
 from torchrl_rloo.data.segments import split_roles
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
@@ -543,7 +543,7 @@ class LLMCollector(BaseCollector):
 
 
 def _count_turns(batch: Batch) -> int:
-    return sum(int(row[keys.NUM_TURNS]) for row in batch.rows)
+    return sum(int(entry_of(row, keys.NUM_TURNS)) for row in batch.rows)
 
 
 def _check_arguments(*, weight_updater: Any, total_dialog_turns: int, **arguments: Any) -> None:

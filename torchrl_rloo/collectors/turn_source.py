@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, stack_rows
+from torchrl_rloo.data.rows import copy_row, set_entries, stack_rows
 from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, EngineLoad, Request, Sample
 from torchrl_rloo.engines.occupancy import Occupancy
 from torchrl_rloo.modules.vllm_policy import vLLMWrapper
@@ -195,10 +195,10 @@ class BatchedTurns(TurnSource):
 
     def _call(self, rows: list[TensorDictBase]) -> list[TensorDictBase | Exception]:
         # Work on copies, since a failed turn must not change the row
-        copies = list(map(copy_row, rows))
+        copies, version = list(map(copy_row, rows)), torch.tensor(self.version())
         for row in copies:
             if keys.POLICY_VERSION not in row.keys():
-                row.set(keys.POLICY_VERSION, torch.tensor(self.version()))
+                set_entries(row, {keys.POLICY_VERSION: version})
         try:
             continued = list(self.policy(stack_rows(copies)).unbind(0))
             if len(continued) != len(rows):

@@ -34,7 +34,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, make_non_tensor, make_tensorclass_like, stack_rows
+from torchrl_rloo.data.rows import copy_row, entry_of, make_non_tensor, make_tensorclass_like, stack_rows
 from torchrl_rloo.data.stop_reasons import end_row
 
 # Entries about samples, which a step copies from the row to its "next"
@@ -113,7 +113,7 @@ def select_samples(row: TensorDictBase, indices: Sequence[int]) -> TensorDictBas
     chosen = copy_row(row)
     chosen.pop(keys.PREVIOUS_SEGMENTS, None)
     if not indices:
-        first, prompt = parts[0], slice(0, _first_action(parts[0]["mask"]))
+        first, prompt = parts[0], slice(0, first_action(parts[0]["mask"]))
         return drop_samples(_sample(chosen, {name: first[name][prompt] for name in _TOKEN_ENTRIES}))
     *earlier, last = [parts[i] for i in indices]
     if earlier:
@@ -128,7 +128,7 @@ def sampled_versions(row: TensorDictBase) -> torch.Tensor | None:
 
     Shapes: result ``[A]`` int64.
     """
-    versions, previous = row.get(keys.ACTION_VERSIONS, None), row.get(keys.PREVIOUS_SEGMENTS, None)
+    versions, previous = entry_of(row, keys.ACTION_VERSIONS), entry_of(row, keys.PREVIOUS_SEGMENTS)
     return versions if versions is None or previous is None else torch.cat([previous["versions"], versions])
 
 
@@ -137,7 +137,8 @@ def action_ids(row: TensorDictBase) -> torch.Tensor:
 
     Shapes: result ``[A]`` int64.
     """
-    ids, previous = row[keys.PROMPT_TOKENS][row[keys.ACTION_MASK]], row.get(keys.PREVIOUS_SEGMENTS, None)
+    ids, mask = entry_of(row, keys.PROMPT_TOKENS), entry_of(row, keys.ACTION_MASK)
+    ids, previous = ids[mask], entry_of(row, keys.PREVIOUS_SEGMENTS)
     return ids if previous is None else torch.cat([previous["tokens"][previous["mask"]], ids])
 
 
@@ -195,15 +196,16 @@ def _last_part(row: TensorDictBase) -> dict[str, torch.Tensor]:
     return {name: value for name, key in named.items() if (value := row.get(key, None)) is not None}
 
 
-def _first_action(mask: torch.Tensor) -> int:
-    return int(mask.int().argmax()) if mask.any() else len(mask)
+def first_action(mask: torch.Tensor) -> int:
+    """Return the position of the first action token in a mask ``[T]``, or ``T`` without one."""
+    return int(mask.view(torch.uint8).argmax()) if mask.any() else len(mask)
 
 
 def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBase:
     """Set the token entries of a sample on a row, in place."""
     tokens, mask = part["tokens"], part["mask"]
     entries = {
-        "tokens": {"full": tokens, "prompt": tokens[: _first_action(mask)]},
+        "tokens": {"full": tokens, "prompt": tokens[: first_action(mask)]},
         "masks": {"all_attention_mask": torch.ones_like(mask), "all_assistant_mask": mask},
         "log_probs": {"full": part["log_probs"]},
     }

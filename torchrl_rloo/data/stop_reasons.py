@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import set_entries
+from torchrl_rloo.data.rows import entry_of, set_entries
 
 # The index of a reason is its id in buffers and checkpoints: append only.
 STOP_REASONS = {
@@ -47,6 +47,11 @@ def end_row(row: TensorDictBase, reason: str) -> TensorDictBase:
     return set_entries(set_done(row, reason), {keys.STOP_REASON[1]: _IDS[reason]})
 
 
+def is_done(row: TensorDictBase) -> bool:
+    """Return whether a row, or the ``"next"`` of a step, has ended."""
+    return bool(entry_of(row, "done"))
+
+
 def set_done(row: TensorDictBase, reason: str) -> TensorDictBase:
     """Set ``done``, ``terminated`` and ``truncated`` of a row in place, but not its stop reason."""
     done, terminated, truncated = _FLAGS[reason].clone().split(1)
@@ -55,7 +60,7 @@ def set_done(row: TensorDictBase, reason: str) -> TensorDictBase:
 
 def name_end(row: TensorDictBase) -> None:
     """Give a row that a transform ended without a reason one, in place, such as TorchRL's ``StepCounter``."""
-    if row["done"].any() and stop_reason(row) == "running":
+    if is_done(row) and stop_reason(row) == "running":
         end_row(row, "turns" if row["truncated"].any() else "ended")
 
 
@@ -65,5 +70,5 @@ def stop_reason(row: TensorDictBase) -> str:
     Args:
         row: a finished trajectory, or one row of the ``"next"`` entry of a step.
     """
-    value = row.get(keys.STOP_REASON, None)
-    return _NAMES[int(row[keys.STOP_REASON[1]] if value is None else value)]
+    value = entry_of(row, keys.STOP_REASON)
+    return _NAMES[int(entry_of(row, keys.STOP_REASON[1]) if value is None else value)]

@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.stop_reasons import abstains, stop_reason
+from torchrl_rloo.data.rows import entry_of
+from torchrl_rloo.data.stop_reasons import abstains, is_done, stop_reason
 
 OnTimeLimit = Literal["score", "abstain"]
 ON_TIME_LIMIT = ("score", "abstain")
@@ -32,21 +33,22 @@ def is_abstaining(env: Any, next_row: TensorDictBase) -> bool:
     It abstains if it failed or was cancelled (:func:`~torchrl_rloo.data.stop_reasons.abstains`), or if the policy
     sampled no token of it. With ``on_time_limit="abstain"`` it also abstains if it ran out of time.
     """
-    if not next_row["done"].any():
+    if not is_done(next_row):
         return False
-    while hasattr(env, "base_env"):
-        env = env.base_env
     reason = stop_reason(next_row) if keys.STOP_REASON[1] in next_row.keys() else None
     if reason is not None and abstains(reason):
         return True
-    if reason == "time" and getattr(env, "on_time_limit", "score") == "abstain":
-        return True
+    if reason == "time":
+        while hasattr(env, "base_env"):
+            env = env.base_env
+        if getattr(env, "on_time_limit", "score") == "abstain":
+            return True
     return not _has_actions(next_row)
 
 
 def _has_actions(row: TensorDictBase) -> bool:
     """Return whether a row has an action token in any of its samples; True if it has no mask."""
-    mask, previous = row.get(keys.ACTION_MASK, None), row.get(keys.PREVIOUS_SEGMENTS, None)
+    mask, previous = entry_of(row, keys.ACTION_MASK), entry_of(row, keys.PREVIOUS_SEGMENTS)
     return mask is None or bool(mask.any()) or (previous is not None and bool(previous["mask"].any()))
 
 

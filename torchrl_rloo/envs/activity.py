@@ -52,16 +52,19 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = now):
         self._clock = clock
         self._counted_to = clock()
-        self._numbers = [0] * len(STATES)
+        self._numbers, self._total = [0] * len(STATES), 0
         self._window = ActivityWindow()
+        # Integral of the time of one conversation, and its value when the share of each state was last counted
+        self._integral, self._counted_at = 0.0, [0.0] * len(STATES)
 
     def move(self, before: str | None, after: str | None) -> float:
         """Note that a conversation changes its state, and return the time. None is no state."""
-        time = self._count()
-        if before is not None:
-            self._numbers[_INDEX[before]] -= 1
-        if after is not None:
-            self._numbers[_INDEX[after]] += 1
+        time = self._advance()
+        if before != after:
+            if before is not None:
+                self._change(_INDEX[before], -1)
+            if after is not None:
+                self._change(_INDEX[after], 1)
         return time
 
     def record(self, kind: str, seconds: float) -> None:
@@ -74,22 +77,27 @@ class Activity:
 
     def take(self) -> ActivityWindow:
         """Return what happened since the last call."""
-        self._count()
+        self._advance()
+        for state in range(len(STATES)):
+            self._change(state, 0)
         window, self._window = self._window, ActivityWindow()
         return window
 
-    def _count(self) -> float:
+    def _advance(self) -> float:
         start, end = self._counted_to, self._clock()
         self._counted_to = end
-        numbers, window = self._numbers, self._window
-        if not (total := sum(numbers)):
-            window.idle += end - start
-        elif end > start:
-            part, shares = (end - start) / total, window.shares
-            for state, number in enumerate(numbers):
-                if number:
-                    shares[state] += part * number
+        if self._total:
+            self._integral += (end - start) / self._total
+        else:
+            self._window.idle += end - start
         return end
+
+    def _change(self, state: int, change: int) -> None:
+        """Change the number of conversations in a state, and count its share until now."""
+        self._window.shares[state] += self._numbers[state] * (self._integral - self._counted_at[state])
+        self._counted_at[state] = self._integral
+        self._numbers[state] += change
+        self._total += change
 
 
 class Presence:

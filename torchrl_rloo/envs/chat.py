@@ -24,6 +24,7 @@ from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import (
     drop_entries,
+    entry_of,
     make_non_tensor,
     make_tensorclass,
     non_tensor_value,
@@ -33,7 +34,7 @@ from torchrl_rloo.data.rows import (
     to_lazy_stack,
 )
 from torchrl_rloo.data.segments import SAMPLE_KEYS, TrajectoryIds, stash_segment
-from torchrl_rloo.data.stop_reasons import end_row, set_done
+from torchrl_rloo.data.stop_reasons import end_row, is_done, set_done
 from torchrl_rloo.data.templates import (
     Messages,
     answer_turn,
@@ -50,8 +51,8 @@ from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
 from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
 STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
-CONVERSATION_KEYS = (*STEP_KEYS, keys.COMPLETION, *SAMPLE_KEYS)
-CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
+CONVERSATION_KEYS = frozenset({*STEP_KEYS, keys.COMPLETION, *SAMPLE_KEYS, keys.TOOLS_SEEN})
+CONVERSATION_KEYS |= {"tokens", "masks", "log_probs", "text", "history"}
 _CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *SAMPLE_KEYS)
 
 
@@ -258,7 +259,7 @@ class ChatEnv(SignedEnv, EnvBase):
                 rows.append(set_done(drop_entries(row, STEP_KEYS), "running"))
                 continue
             rows.append(self.open_row(row, encoded))
-            if rows[-1]["done"].any():
+            if is_done(rows[-1]):
                 prompt = encoded.encode(row, non_tensor_value(row, keys.QUERY), self._template_arguments(row))
                 raise self._long_prompt_error(len(prompt))
         return stack_rows(rows)
@@ -295,10 +296,10 @@ class ChatEnv(SignedEnv, EnvBase):
             prompt = prompt[:limit]
         end_row(row, "running" if fits else "total_tokens")
         # A row opened before holds this environment's limit and the id of the conversation before, not its own
-        if not opened_before and (own := row.get(keys.MAX_NEW_TOKENS, None)) is not None:
+        if not opened_before and (own := entry_of(row, keys.MAX_NEW_TOKENS)) is not None:
             row.set(keys.INITIAL_MAX_NEW_TOKENS, own)
         if opened_before or keys.TRAJECTORY_ID not in row.keys():
-            group = row.get(keys.GROUP_ID, None)
+            group = entry_of(row, keys.GROUP_ID)
             row.set(keys.TRAJECTORY_ID, torch.tensor(self._ids.next(None if group is None else int(group))))
         record_tools(row)
         # Start the conversation without turns
@@ -354,7 +355,7 @@ class ChatEnv(SignedEnv, EnvBase):
     def step_row(self, row: TensorDictBase) -> TensorDictBase:
         """Take the policy's turn in one conversation."""
         full, mask, log_probs = self._read_turn(row)
-        turn = full[len(row[keys.PROMPT_TOKENS]) :]
+        turn = full[len(entry_of(row, keys.PROMPT_TOKENS)) :]
         stepped = make_stepped_row(row, decode_response(self.tokenizer, turn.tolist()))
         end_row(stepped, self._turn_stop_reason(row, len(full), len(turn)))
         return self.set_context(stepped, full, mask, log_probs)
@@ -413,7 +414,7 @@ class ChatEnv(SignedEnv, EnvBase):
 
     def _turn_room(self, row: TensorDictBase, length: int) -> int | None:
         """Return the most tokens that the next turn of a row of ``length`` tokens may have; None for no limit."""
-        own = row.get(keys.INITIAL_MAX_NEW_TOKENS, None)
+        own = entry_of(row, keys.INITIAL_MAX_NEW_TOKENS)
         limits = [self.max_tokens, self.max_turn_tokens, None if own is None else int(own)]
         if not any(limit is not None for limit in limits):
             return None  # the policy itself keeps to its context
@@ -426,7 +427,7 @@ class ChatEnv(SignedEnv, EnvBase):
         over_total = -math.inf if self.token_limit is None else length - self.token_limit
         over_turn = -math.inf if self.max_turn_tokens is None else turn_length - self.max_turn_tokens
         # A turn as long as a limit counts as cut off, unless the policy reports that it stopped on its last token
-        reported = row.get(keys.RESPONSE_TRUNCATED, None)
+        reported = entry_of(row, keys.RESPONSE_TRUNCATED)
         if reported is None:
             cut_off = max(over_total, over_turn) >= 0
         else:
@@ -447,7 +448,7 @@ class ChatEnv(SignedEnv, EnvBase):
     def _read_turn(self, row: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids, action mask and log-probs after the policy's turn, each ``[T]``."""
         # Encode a turn that the policy gave as text only, here and never again
-        prompt, full = row[keys.PROMPT_TOKENS], row.get(keys.TOKENS, None)
+        prompt, full = entry_of(row, keys.PROMPT_TOKENS), entry_of(row, keys.TOKENS)
         if full is None:
             full = torch.cat([prompt, torch.tensor(self._encode_reply(row), dtype=torch.long)])
         if len(full) < len(prompt) or not torch.equal(full[: len(prompt)], prompt):
@@ -455,7 +456,7 @@ class ChatEnv(SignedEnv, EnvBase):
                 f"the policy returned {len(full)} ids that do not extend the {len(prompt)} ids of its prompt; "
                 f"{keys.TOKENS} must hold the prompt's ids followed by the sampled ones"
             )
-        mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
+        mask, log_probs = entry_of(row, keys.ACTION_MASK), entry_of(row, keys.LOG_PROBS)
         if mask is None or log_probs is None:
             raise ValueError(
                 f"the policy removed {keys.ACTION_MASK} or {keys.LOG_PROBS}; it must write both for all ids, or leave "
@@ -495,12 +496,13 @@ class ChatEnv(SignedEnv, EnvBase):
 def make_stepped_row(row: TensorDictBase, reply: str) -> TensorDict:
     """Build the row after a turn, with the entries that last for the whole conversation; it has no context yet."""
     query, completion = non_tensor_value(row, keys.QUERY), non_tensor_value(row, keys.COMPLETION)
-    extended = [*completion, {"role": "assistant", "content": reply}] if is_conversation(query) else completion + reply
+    is_text = isinstance(completion, str)
+    extended = completion + reply if is_text else [*completion, {"role": "assistant", "content": reply}]
     step = {
         keys.QUERY: make_non_tensor(query),
         keys.COMPLETION: make_non_tensor(extended),
-        keys.NUM_TURNS: row.get(keys.NUM_TURNS) + 1,
-        keys.TRAJECTORY_ID: row.get(keys.TRAJECTORY_ID),
+        keys.NUM_TURNS: entry_of(row, keys.NUM_TURNS) + 1,
+        keys.TRAJECTORY_ID: entry_of(row, keys.TRAJECTORY_ID),
         "reward": torch.zeros(1, 1),
     }
     step |= {key: value for key, value in row.items() if key in _CARRIED_KEYS}

@@ -11,8 +11,8 @@ from tensordict import TensorDictBase
 from torchrl.envs import Compose, EnvBase, StepCounter, Transform, TransformedEnv
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.data.stop_reasons import end_row, name_end
+from torchrl_rloo.data.rows import entry_of, set_entries, stack_rows
+from torchrl_rloo.data.stop_reasons import end_row, is_done, name_end
 from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
@@ -63,7 +63,7 @@ def open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
         if isinstance(transform, TurnTransform):
             for row in opened.unbind(0):
                 reason = transform.reset_failure(int(row[keys.TRAJECTORY_ID]))
-                if reason is not None and not row["done"].any():
+                if reason is not None and not is_done(row):
                     end_row(row, reason)
     return opened
 
@@ -96,6 +96,8 @@ class RowStepper:
     Attributes:
         turn_transforms: the transforms that act in :meth:`step`.
         outcome_transforms: the transforms that act in :meth:`finish`.
+        opens_slowly: whether :func:`open_rows` may block, such as for the sessions of a :class:`TurnTransform`.
+        keeps_state: whether conversations need a :meth:`release`.
         player: transform with a ``play(row, sample)`` that takes all turns of a conversation; None if there is none.
 
     Raises:
@@ -131,6 +133,8 @@ class RowStepper:
         later = [t for t in self.outcome_transforms if isinstance(t, TurnTransform)]
         self.player = _select_player([*self.turn_transforms, *later], self.base)
         self._stateful = _select_stateful(transforms)
+        self.keeps_state = bool(self._stateful)
+        self.opens_slowly = not isinstance(self.base, ChatEnv) or any(map(_opens_slowly, transforms))
         self._batched = [transform for transform in transforms if hasattr(transform, "end_batch")]
         for transform in self._batched:
             transform.collected = True
@@ -141,11 +145,11 @@ class RowStepper:
         ``"next"`` is set before transforms work on it, so a conversation that is cancelled during the step can be
         :meth:`truncate`. A row that is done still has to go through :meth:`finish`.
         """
-        row.set("next", self.base.step_row(row))
+        set_entries(row, {"next": self.base.step_row(row)})
         await self._apply(self.turn_transforms, row)
-        if not row["next", "done"].any():
+        if not is_done(entry_of(row, "next")):
             await self._apply(self._each_turn_transforms, row)
-        name_end(row["next"])
+        name_end(entry_of(row, "next"))
         return row
 
     @staticmethod
@@ -171,13 +175,13 @@ class RowStepper:
         Conversations that failed abstain (:func:`~torchrl_rloo.envs.abstaining.mark_abstaining`): all their rewards are
         NaN.
         """
-        batch, after = stack_rows(rows), stack_rows([row["next"] for row in rows])
-        mark_abstaining(self.base, after.unbind(0))
+        batch, after = stack_rows(rows), stack_rows([entry_of(row, "next") for row in rows])
         for transform in self.outcome_transforms:
             after = transform._step(batch, after)
-        mark_abstaining(self.base, after.unbind(0))
-        for row, next_row in zip(rows, after.unbind(0), strict=True):
-            row.set("next", next_row)
+        ended = after.unbind(0)
+        mark_abstaining(self.base, ended)
+        for row, next_row in zip(rows, ended, strict=True):
+            set_entries(row, {"next": next_row})
 
     def end_batch(self) -> None:
         """Tell transforms such as ``NormalizeRewards`` that all rows which :meth:`finish` has scored form a batch."""
@@ -207,6 +211,13 @@ def _has_step(transform: Transform) -> bool:
     """Return whether a step can have an effect through a transform."""
     cls = type(transform)
     return cls._step is not Transform._step or cls._call is not Transform._call or bool(transform.in_keys)
+
+
+def _opens_slowly(transform: Transform) -> bool:
+    """Return whether the reset of a transform may block."""
+    hooks = ("_reset", "_reset_env_preprocess")
+    own = any(getattr(type(transform), hook) is not getattr(TurnTransform, hook) for hook in hooks)
+    return own and isinstance(transform, TurnTransform)
 
 
 def _select_stateful(transforms: Iterable[Transform]) -> list[TurnTransform]:

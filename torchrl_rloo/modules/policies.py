@@ -25,6 +25,7 @@ from torchrl_rloo.data.rows import (
     PACKINGS,
     ActionTokens,
     action_tokens,
+    entry_of,
     make_tensorclass,
     place_actions,
     ragged,
@@ -260,13 +261,14 @@ class TransformersWrapper(TurnPolicy):
         return self._set_logits(rows) if logits_only else self._set_log_probs(rows, tensordict_out)
 
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
-        limits = torch.tensor([self._limit(*pair) for pair in zip(rows.unbind(0), map(len, prompts), strict=True)])
-        length = int(limits.max())
+        members, context = rows.unbind(0), self.context_length
+        limits = [self._limit(row, len(prompt), context) for row, prompt in zip(members, prompts, strict=True)]
+        limits, length = torch.tensor(limits), max(limits)
         # Use the seeds of the rows if they have any, so that samples do not depend on the batch
         if rows.get(keys.SEED, None) is None:
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
         else:
-            uniforms = torch.stack([_row_uniforms(row, length) for row in rows.unbind(0)])
+            uniforms = torch.stack([_row_uniforms(row, length) for row in members])
         with self._autocast():
             return generate(
                 self.model,
@@ -393,8 +395,8 @@ class TransformersWrapper(TurnPolicy):
 
 def _row_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:
     """Continue the random stream of a row's seed after its earlier action tokens."""
-    used = actions_before(row)
-    return torch.rand(used + length, generator=torch.Generator().manual_seed(int(row[keys.SEED])))[used:]
+    used, generator = actions_before(row), torch.Generator().manual_seed(int(entry_of(row, keys.SEED)))
+    return torch.rand(used + length, generator=generator)[used:]
 
 
 class RoleAdapters(TransformersWrapper):

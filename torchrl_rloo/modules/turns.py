@@ -16,7 +16,7 @@ from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, 
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.keys import INPUT_MODES
-from torchrl_rloo.data.rows import ActionTokens, make_tensorclass, set_entries, stack_rows, to_lazy_stack
+from torchrl_rloo.data.rows import ActionTokens, entry_of, make_tensorclass, set_entries, stack_rows, to_lazy_stack
 from torchrl_rloo.data.templates import decode_response, encode_prompt, from_history, to_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support
@@ -126,9 +126,9 @@ class TurnPolicy(LLMWrapperBase):
         """Maximum number of tokens of prompt and turn together; None if it is unknown."""
         return None
 
-    def _limit(self, row: TensorDictBase, length: int) -> int:
-        """Return the token limit of a row's turn after a prompt of ``length`` tokens."""
-        limit, row_limit, context = self.config.max_new_tokens, row.get(keys.MAX_NEW_TOKENS, None), self.context_length
+    def _limit(self, row: TensorDictBase, length: int, context: int | None) -> int:
+        """Return the token limit of a row's turn after a prompt of ``length`` tokens, in the policy's ``context``."""
+        limit, row_limit = self.config.max_new_tokens, entry_of(row, keys.MAX_NEW_TOKENS)
         if row_limit is not None:
             if int(row_limit) < 1:
                 raise ValueError(f"max_new_tokens of a row is {int(row_limit)}, must be at least 1")
@@ -152,7 +152,7 @@ class TurnPolicy(LLMWrapperBase):
         return prompts
 
     def _prompt(self, row: TensorDictBase) -> torch.Tensor:
-        if (ids := row.get(keys.PROMPT_TOKENS, None)) is not None:
+        if (ids := entry_of(row, keys.PROMPT_TOKENS)) is not None:
             return ids.cpu()
         if self.input_mode == "text":
             return torch.tensor(encode_prompt(self.tokenizer, row["text", "prompt"]))
@@ -184,8 +184,7 @@ class TurnPolicy(LLMWrapperBase):
             "log_probs": make_tensorclass(LogProbs, full=torch.cat([log_probs, turn.log_probs])),
         }
         # Write the turn as ids, and as text or messages if the environment reads these
-        set_entries(row, turns)
-        row.set(keys.RESPONSE_TRUNCATED, torch.tensor([turn.truncated]))
+        set_entries(row, turns | {keys.RESPONSE_TRUNCATED: torch.tensor([turn.truncated])})
         if self.input_mode == "text":
             prompt_text, response = row["text", "prompt"], decode_response(self.tokenizer, turn.tokens)
             row.set("text", Text(prompt=prompt_text, response=response, full=prompt_text + response))
@@ -213,13 +212,13 @@ class TurnPolicy(LLMWrapperBase):
 
 def actions_before(row: TensorDictBase) -> int:
     """Count the action tokens of a row's earlier turns."""
-    mask, earlier = row.get(keys.ACTION_MASK, None), row.get(keys.PREVIOUS_SEGMENTS, None)
+    mask, earlier = entry_of(row, keys.ACTION_MASK), entry_of(row, keys.PREVIOUS_SEGMENTS)
     return (0 if mask is None else int(mask.sum())) + (0 if earlier is None else int(earlier["mask"].sum()))
 
 
 def _previous_values(row: TensorDictBase, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the action mask and log-probs of a prompt of ``length`` ids, zeros if the row has neither."""
-    mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
+    mask, log_probs = entry_of(row, keys.ACTION_MASK), entry_of(row, keys.LOG_PROBS)
     if mask is None and log_probs is None:
         return torch.zeros(length, dtype=torch.bool), torch.zeros(length)
     for key, values in ((keys.ACTION_MASK, mask), (keys.LOG_PROBS, log_probs)):
@@ -266,7 +265,7 @@ class ScoredActions(NamedTuple):
 
 def row_support(row: TensorDictBase) -> Support | None:
     """Return the recorded supports of a row's action tokens, or None."""
-    ids, sizes = row.get(keys.SUPPORT_IDS, None), row.get(keys.SUPPORT_SIZES, None)
+    ids, sizes = entry_of(row, keys.SUPPORT_IDS), entry_of(row, keys.SUPPORT_SIZES)
     if ids is None or sizes is None:
         return None
     mask = row.get(keys.ACTION_MASK, None)

@@ -131,7 +131,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
     def _request(self, row: TensorDictBase, prompt: torch.Tensor, seed: int) -> Request:
         return Request(
             prompt=prompt.tolist(),
-            limit=self._limit(row, len(prompt)),
+            limit=self._limit(row, len(prompt), self.context_length),
             seed=seed,
             distribution=self.distribution,
             stop_ids=self.stop_ids,

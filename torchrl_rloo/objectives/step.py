@@ -14,7 +14,7 @@ from torch import distributed
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.outcomes import final_return
-from torchrl_rloo.data.rows import placeholder_rows, unbind_rows
+from torchrl_rloo.data.rows import entry_of, placeholder_rows, unbind_rows
 
 
 class LossOutput:
@@ -145,7 +145,8 @@ def row_normalizers(
     """Count the rows and action tokens of a step."""
     weights = multiplicity(rows).double().cpu()
     lengths = [
-        float(row[keys.ACTION_MASK].sum()) * _is_counted(row, mask_truncated_completions) for row in unbind_rows(rows)
+        float(entry_of(row, keys.ACTION_MASK).sum()) * _is_counted(row, mask_truncated_completions)
+        for row in unbind_rows(rows)
     ]
     totals = torch.stack([weights.sum(), (weights * weights.new_tensor(lengths)).sum()])
     normalizers = Normalizers(*mean_over_ranks(totals, process_group).tolist())

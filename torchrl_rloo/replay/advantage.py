@@ -18,8 +18,10 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import (
     ActionTokens,
     action_tokens,
+    entry_of,
     gather_actions,
     place_actions,
+    set_entries,
     spread_actions,
     stack_rows,
 )
@@ -203,9 +205,9 @@ class MCAdvantage(BufferTransform):
         if self.kl is not None:
             needed += [keys.TOKENS, keys.ACTION_MASK, keys.REF_LOG_PROBS]
         for row in rows:
-            reads_sampler = self.kl is not None and row.get(keys.PROXIMAL_LOG_PROBS, None) is None
+            reads_sampler = self.kl is not None and entry_of(row, keys.PROXIMAL_LOG_PROBS) is None
             for key in [*needed, keys.LOG_PROBS] if reads_sampler else needed:
-                if row.get(key, None) is None:
+                if entry_of(row, key) is None:
                     raise KeyError(f"a row has no {key!r}: {_REMEDIES[key]}")
             if self.kl is not None or self.credit.per_token:
                 refuse_segments(row, f"MCAdvantage(credit={self.credit}, kl={self.kl})")
@@ -242,7 +244,7 @@ class MCAdvantage(BufferTransform):
         # Write [1, 1] per row, or [T, 1] where action tokens have separate advantages
         per_row = advantages if batch is None else spread_actions(advantages, batch, actions)
         for row, advantage in zip(rows, per_row, strict=True):
-            row.set(keys.ADVANTAGE, advantage.float().reshape(-1, 1))
+            set_entries(row, {keys.ADVANTAGE: advantage.float().reshape(-1, 1)})
         return rows
 
     def _kl_to_go(self, rows: Sequence[TensorDictBase], actions: ActionTokens) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import ActionTokens, gather_actions, place_actions
+from torchrl_rloo.data.rows import ActionTokens, entry_of, gather_actions, place_actions
 from torchrl_rloo.functional.advantages import (
     ESTIMATORS,
     Estimator,
@@ -90,7 +90,7 @@ class TrajectoryCredit(Credit):
     """One advantage for all action tokens of a row, from the row's reward."""
 
     def __call__(self, groups: Groups) -> Estimates:
-        rewards = torch.stack([row[keys.REWARD].reshape(()) for row in groups.rows])
+        rewards = torch.stack([entry_of(row, keys.REWARD).reshape(()) for row in groups.rows])
         advantages, signal = groups.estimate(rewards, groups.index), groups.has_signal(rewards, groups.index)
         return Estimates(advantages[:, None], signal[:, None], ~rewards.isnan(), rewards)
 

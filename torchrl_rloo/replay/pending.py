@@ -12,6 +12,7 @@ from torchrl.envs import EnvBase, Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.packed import from_plain, to_plain
+from torchrl_rloo.data.rows import entry_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class PendingGroups:
         sizes = [self._size(row) for row in rows]
         self._check_sizes(rows, sizes)
         for row, size in zip(rows, sizes, strict=True):
-            group_id = int(row[keys.GROUP_ID])
+            group_id = int(entry_of(row, keys.GROUP_ID))
             if group_id in self._released:
                 reason = f"group {group_id} was complete or dropped before this row arrived"
                 self._count_dropped("late_rows", 1, reason)
@@ -104,7 +105,7 @@ class PendingGroups:
         return self._leave()
 
     def _size(self, row: TensorDictBase) -> int:
-        size = row.get(keys.GROUP_SIZE, None)
+        size = entry_of(row, keys.GROUP_SIZE)
         if size is None and self.num_generations is None:
             raise KeyError(f"a row has no {keys.GROUP_SIZE!r}: write it in the environment, or set num_generations")
         if size is not None and self.num_generations not in (None, int(size)):
@@ -117,7 +118,7 @@ class PendingGroups:
     def _check_sizes(self, rows: Sequence[TensorDictBase], sizes: Sequence[int]) -> None:
         known: dict[int, int] = {}
         for row, size in zip(rows, sizes, strict=True):
-            group_id = int(row[keys.GROUP_ID])
+            group_id = int(entry_of(row, keys.GROUP_ID))
             pending = self._pending.get(group_id)
             if known.setdefault(group_id, self._size(pending[0]) if pending else size) != size:
                 raise ValueError(f"rows of group {group_id} disagree on its size: {sorted([known[group_id], size])}")

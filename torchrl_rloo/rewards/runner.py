@@ -281,6 +281,7 @@ class RewardRunner:
             )
         self.executor = None if isinstance(executor, Mapping) else executor
         self.executors = self._executors(executor)
+        self._async = [is_async(function) for function in self.functions]
         self.max_consecutive_failures, self.deduplicate = max_consecutive_failures, deduplicate
         self.quarantine = quarantine if isinstance(quarantine, Quarantine) else Quarantine(quarantine)
         # Statistics of the calls
@@ -335,9 +336,9 @@ class RewardRunner:
         outcomes: list[Any] = [None] * len(self.functions)
         # Chain functions that share an executor, so that it runs one at a time
         chains: dict[Any, list[int]] = {}
-        for k, (function, executor) in enumerate(zip(self.functions, self.executors, strict=True)):
+        for k, executor in enumerate(self.executors):
             inline = isinstance(executor, InlineExecutor)
-            chain = ("async", k) if is_async(function) else "inline" if inline else id(executor)
+            chain = ("async", k) if self._async[k] else "inline" if inline else id(executor)
             chains.setdefault(chain, []).append(k)
 
         def run(chain: Sequence[int]) -> None:
@@ -401,7 +402,7 @@ class RewardRunner:
         return {name: hint for name, hint in self._hints.items() if hint}
 
     def _call(self, k: int, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
-        if is_async(self.functions[k]):
+        if self._async[k]:
             return run_async(self.functions[k], batches, self.executors[k].timeout)
         return self.executors[k].run(self.functions[k], batches)
 

@@ -38,6 +38,7 @@ from torchrl_rloo.runtime.ranks import Ranks
 _log = logging.getLogger(__name__)
 
 _PATIENCE_S = 30.0  # seconds that a failed rank waits for a save, in which the other ranks take part
+_YOUNG_OBJECTS = 50_000  # new Python objects after which Python looks for cycles among them
 _OWN_PARTS = ("logger", "health")
 _ENTRIES = ("cpu_seconds", "parts", "rng", "settings", "step")  # of a checkpoint
 
@@ -207,6 +208,9 @@ class Run:
             gc.collect()
             gc.freeze()  # exclude models, prompts and libraries from collections at every step
             atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
+            # Collect what a step made at its end. In between, a search for cycles would pass all rows again and again
+            stack.callback(gc.set_threshold, *gc.get_threshold())
+            gc.set_threshold(_YOUNG_OBJECTS)
             stack.enter_context(self._stop)
             stack.enter_context(self.logger)
             self._stack = stack.pop_all()
@@ -250,6 +254,7 @@ class Run:
         for step in range(self.step + 1, self.total_steps + 1):
             self.step = step
             yield step
+            gc.collect(1)
             self._write()
             stopped = self._is_stopped() or step == self._stop_after
             if self.is_due(self._checkpoint_every) or self.is_last or stopped:

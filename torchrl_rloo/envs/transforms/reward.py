@@ -15,8 +15,9 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import Returns, SeparateScores, WeightedScores, final_return
-from torchrl_rloo.data.rows import copy_row, non_tensor_value, set_entries
+from torchrl_rloo.data.rows import copy_row, entry_of, non_tensor_value, set_entries
 from torchrl_rloo.data.segments import action_ids, refuse_segments
+from torchrl_rloo.data.stop_reasons import is_done
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
 from torchrl_rloo.envs.chat import plain_value
@@ -189,15 +190,18 @@ class RewardTransform(EnvTransform):
         # Score the rows that are done and have a return; the scores of the others are NaN
         rows, next_rows = tensordict.unbind(0), next_tensordict.unbind(0)
         mark_abstaining(self.parent, next_rows)
-        finished = [i for i, row in enumerate(next_rows) if row["done"].any() and not row["reward"].isnan().any()]
+        before = torch.stack([entry_of(row, "reward") for row in next_rows])  # [n, 1, 1], from the environment
+        usable = (~before.isnan()).flatten().tolist()
+        finished = [i for i, row in enumerate(next_rows) if usable[i] and is_done(row)]
         scores = torch.full((len(rows), len(self.functions)), torch.nan)
         total = torch.zeros(len(rows))
         if finished and self.functions:
             scores[finished] = self._score([rows[i] for i in finished], [next_rows[i] for i in finished])
             total[finished] = combine_rewards(scores[finished], self.weights, self.clip_range)
         # Add the sum to what the environment gave
-        for row, reward, each in zip(next_rows, total, scores, strict=True):
-            set_entries(row, {"reward": row["reward"] + reward.reshape(1, 1), "rewards": each})
+        rewards = (before + total[:, None, None]).unbind(0)
+        for row, reward, each in zip(next_rows, rewards, scores.unbind(0), strict=True):
+            set_entries(row, {"reward": reward, "rewards": each})
         if self._first_outcomes is not None:
             self._look_for_signal([rows[i] for i in finished], [next_rows[i] for i in finished])
         return next_tensordict
@@ -239,7 +243,7 @@ class RewardTransform(EnvTransform):
         return torch.tensor([[math.nan if score is None else score for score in column] for column in scored.scores]).T
 
     def _make_batch(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> RewardBatch:
-        truncated = [bool(r["truncated"]) for r in next_rows]
+        truncated = [bool(entry_of(r, "truncated")) for r in next_rows]
         return make_reward_batch(rows, next_rows, map(action_ids, next_rows), truncated, self.trainer_state)
 
     def close(self) -> None:
