@@ -23,7 +23,7 @@ SIDES: dict[str, dict[str, Any]] = {"trl": {}, "ours": {"packing": "shared_prefi
 WORDS = "time year people way day man thing life child world school state family group country hand part place".split()
 
 SUMS = {"num_prompts": 4, "num_generations": 8, "max_new_tokens": 6, "end": "\n", "reward": "first_number"}
-SUMS |= {"learning_rate": 2e-6, "held_out_every": 2}
+SUMS |= {"learning_rate": 2e-6, "held_out_every": 4}
 
 
 def write_prompts(path: Path, texts: Sequence[str], answers: Sequence[str]) -> str:
