@@ -25,7 +25,7 @@ from torchrl_rloo.envs.tasks.registry import TASKS
 
 CONFIG = recipe_file("rloo").parent / "config"
 TASK_FILES = sorted(path.stem for path in (CONFIG / "task").glob("*.yaml"))
-OF_FORMATS = [name for name in TASK_FILES if name in TASKS and name != "custom"]
+OF_FORMATS = [name for name in TASK_FILES if hasattr(TASKS.get(name), "dataset") and name != "custom"]
 BAD = {
     "hangs": (0, "timed_out"),  # at answers of this remainder
     "raises": (1, "raised"),

@@ -53,4 +53,15 @@ def _find(values: Any, setting: str) -> Any:
 
 def _flow(value: Any) -> str:
     """Return a value as YAML on one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n").strip()
+    text = yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+class _OneLine(yaml.SafeDumper):
+    """Dumper that escapes line breaks."""
+
+
+_OneLine.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None),
+)
