@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("torchrl_rloo", "sota_implementations", "tutorials", "benchmarks", "setup.py", "test")
-CODE += tuple(f"docs/{name}.py" for name in ("conf", "curves", "generate", "pictures"))
+CODE += tuple(f"docs/{name}.py" for name in ("conf", "curves", "generate", "pictures", "timeline"))
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "benchmarks", "tutorials")
 MAX_WORDS = 25
 

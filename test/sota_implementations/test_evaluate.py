@@ -69,6 +69,19 @@ def test_own_prompts_scorers_and_sampling(overrides, tmp_path):
     assert (output / "samples.jsonl").is_file() and "<html" in (output / "transcripts.html").read_text()
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_examples_stand_before_the_prompts(overrides, tmp_path, held_out):
+    rows = [{"prompt": f"What is {n}+1?", "answer": str(n + 1)} for n in range(10, 20)]
+    (file := tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = (
+        [f"data.eval_source={file}", "data.eval_size=4"] if held_out else [f"data.source={file}", "data.eval_size=4"]
+    )
+    more = ["task=custom", "eval.scorers={right: exact_match}", "data.examples=2", "eval.num_samples=1", "eval.ks=[]"]
+    run_recipe_here("evaluate", *overrides, *source, *more, f"output_dir={tmp_path / 'out'}")
+    prompts = [str(row["prompt"]) for row in EvaluationResult.load(tmp_path / "out").table()]
+    assert len(set(prompts)) == 4 and all(prompt.count("Q: ") == 3 for prompt in prompts)
+
+
 def test_a_task_brings_its_settings(overrides, tmp_path):
     run_recipe_here("evaluate", *overrides, "task=gsm8k", "data.source=embedded", f"output_dir={tmp_path}")
     result = EvaluationResult.load(tmp_path)
