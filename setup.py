@@ -36,7 +36,7 @@ EXTRAS = {
         "peft>=0.21,<1",  # adapters
         "bitsandbytes>=0.50,<0.51",  # 4-bit layers on CPU and CUDA; 0.x, and a minor version changed their CPU kernels
     ],
-    "gguf": ["gguf>=0.17,<1"],  # models in GGUF files, which transformers reads with it
+    "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2"],  # models in GGUF files; transformers 5.24 reads them with both
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # procedural problems with verifiers; 0.x
     "rewards": [
         "math-verify>=0.9,<0.10",  # mathematical equality of answers

@@ -39,14 +39,14 @@ def local_model(name: str | os.PathLike, log: Callable[[str], None] | None = Non
     Raises:
         ValueError: if a directory has several such files, or ``transformers`` cannot read the file.
         FileNotFoundError: if the file does not exist.
-        ImportError: if ``gguf``, or the package of the model, is not installed.
+        ImportError: if ``gguf``, ``accelerate`` or the package of the model is not installed.
     """
     if (file := _find_file(name)) is None:
         return name
     target = cache_folder() / f"{file.stem}-{_content_hash(file)}"
     if target.is_dir():
         return target
-    if find_spec("gguf") is None:
+    if not all(map(find_spec, ("gguf", "accelerate"))):
         raise ImportError(f"name={str(name)!r} requires gguf: pip install 'torchrl_rloo[gguf]'")
     log = log or (lambda line: None)
     log(f"{file.name}: converting {file.stat().st_size / 1e6:,.0f} MB to float32 weights, once; a minute or more")
