@@ -180,10 +180,7 @@ def real_model_figures(args: argparse.Namespace, folder: Path) -> dict[str, Any]
     results = args.results or folder
     if args.mode == "speed":
         return {x: real_model.compare_speed(x, args.gemma, results, folder) for x in real_model.SHAPES}
-    done = real_model.compare_learning(args.gemma, args.seeds, args.batches, results, folder)
-    if args.picture:
-        real_model.draw(done, args.picture)
-    return {"learning": done}
+    return {"learning": real_model.compare_learning(args.gemma, args.seeds, args.batches, results, folder)}
 
 
 def main() -> None:
@@ -196,7 +193,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=60, help="batches of a learning run")
     parser.add_argument("--gemma", default="gemma-3-270m", help="name or folder of the real model")
     parser.add_argument("--results", type=Path, help="folder of the real model's results; none is computed twice")
-    parser.add_argument("--picture", type=Path, help="file to draw the real model's learning curves to")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if "gemma" in args.sizes:

@@ -101,22 +101,3 @@ def compare_learning(model: str, seeds: int, steps: int, results: Path, folder: 
     rows = f"{SUMS['num_prompts']} prompts x {SUMS['num_generations']} completions"
     print_table(f"Sums, {steps} batches of {rows}", table)
     return done
-
-
-def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the held-out accuracy of all runs over batches and over CPU time."""
-    sys.path.insert(0, str(HERE.parent / "docs"))
-    from curves import COLORS, new_figure
-
-    figure, panels = new_figure(2)
-    for result in results:
-        batches, accuracies = zip(*result["held_out"], strict=True)
-        ours = result["side"] == "ours"
-        label = None if result["run"]["seed"] else "torchrl_rloo" if ours else "TRL"
-        style = {"color": COLORS[0 if ours else 2], "marker": "o", "markersize": 3, "linewidth": 1.4, "label": label}
-        panels[0].plot(batches, accuracies, **style)
-        panels[1].plot([result["cpu"][batch] / 60 for batch in batches], accuracies, **style)
-    for panel, unit in zip(panels, ("batches", "CPU minutes"), strict=True):
-        panel.set(title="held-out accuracy", xlabel=unit, ylim=(0, 1.02))
-    panels[-1].legend(frameon=False, loc="lower right")
-    figure.savefig(path, transparent=True, metadata={"Date": None})
