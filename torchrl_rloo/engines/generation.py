@@ -15,7 +15,7 @@ import torch
 
 from torchrl_rloo.engines.head import Head
 from torchrl_rloo.functional import SamplingDistribution
-from torchrl_rloo.functional.products import FastLayers
+from torchrl_rloo.functional.products import fast_layers
 from torchrl_rloo.functional.sampling import Support, draw_tokens, process_logits, sample_tokens
 
 _MIN_KEPT = 0.75  # share of the lines above which dropping the others costs more than it saves
@@ -138,7 +138,7 @@ def generate(
     )
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     # The scorer's layers use the same products
-    with FastLayers():
+    with fast_layers(model):
         if pads_prompts(model, head) or len(lengths.unique()) == 1:
             return sample(prompts, uniforms, limits)
         # Sample each length of prompts by itself if only those decode exactly

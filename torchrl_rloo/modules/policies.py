@@ -38,7 +38,7 @@ from torchrl_rloo.engines.exactness import check_rows
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
 from torchrl_rloo.engines.root import adopt, call_root
-from torchrl_rloo.functional.products import FastLayers
+from torchrl_rloo.functional.products import fast_layers
 from torchrl_rloo.modules.context_parallel import context_group, owned_inputs
 from torchrl_rloo.modules.packing import ActionStates, action_states, check_packing
 from torchrl_rloo.modules.turns import (
@@ -204,7 +204,7 @@ class TransformersWrapper(TurnPolicy):
         # Layers that the backward pass recomputes would then be outside of the context
         if torch.is_grad_enabled() and checkpointing_layers(self.model):
             return nullcontext()
-        return FastLayers()
+        return fast_layers(self.model)
 
     def _check_packing(self) -> None:
         if self.packing == "none":
