@@ -27,12 +27,17 @@ CURVES = (
 )
 
 
-def new_figure(number: int) -> tuple:
-    """Return a figure with panels side by side, in the style of all curves."""
+def use_style() -> None:
+    """Set the style of all curves and timelines."""
     plt.rcParams.update(
         {key: GRAY for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")}
     )
     plt.rcParams.update({"svg.hashsalt": "curves", "svg.fonttype": "none", "font.family": "sans-serif"})
+
+
+def new_figure(number: int) -> tuple:
+    """Return a figure with panels side by side."""
+    use_style()
     figure, panels = plt.subplots(1, number, figsize=(8.8, 2.8), squeeze=False, layout="constrained")
     for panel in panels[0]:
         panel.grid(alpha=0.25)

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from curves import COLORS, GRAY  # noqa: E402
+from curves import COLORS, GRAY, use_style  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 
 
@@ -23,9 +23,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def draw(path: Path, runs: list[Path]) -> None:
     """Draw one panel for each run, with a row for each kind of work."""
-    colors = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    plt.rcParams.update(dict.fromkeys(colors, GRAY))
-    plt.rcParams.update({"svg.hashsalt": "timeline", "svg.fonttype": "none", "font.family": "sans-serif"})
+    use_style()
     figure, panels = plt.subplots(len(runs), 1, figsize=(8.8, 1.3 * len(runs) + 0.6), sharex=True, layout="constrained")
     for panel, run in zip([panels] if len(runs) == 1 else panels, runs, strict=True):
         # Times of groups are those of the audit; training and push follow the delivery of a step's last group

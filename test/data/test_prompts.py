@@ -525,3 +525,10 @@ def test_examples_of_a_mixture_are_those_of_the_task():
 def test_examples_that_cannot_be_shown(rows, number: int, message: str):
     with pytest.raises(ValueError, match=message):
         show_examples(number, load_prompts(rows))
+
+
+def test_examples_are_not_shown_before_the_messages_of_another_set():
+    text = load_prompts([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "1"}])
+    messages = load_prompts([{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}])
+    with pytest.raises(ValueError, match="examples=1 requires text prompts"):
+        show_examples(1, text, messages)

@@ -147,6 +147,7 @@ def gather_facts(
         chat: limits of a conversation.
         memory: whether to plan the memory of a step.
     """
+    from torchrl_rloo.data import encode_prompt
     from torchrl_rloo.diagnostics.checks import Facts, probe_rewards
     from torchrl_rloo.diagnostics.checks.probes import beginning_losses, find_form_hints, required_columns
     from torchrl_rloo.evaluation import sample_start
@@ -171,7 +172,7 @@ def gather_facts(
         scale = plan.rows_per_step / len(start.samples)
         sampled = {"samples": start.samples, "failures": start.failures}
         sampled |= {"reward_seconds": start.reward_seconds * scale, "sample_seconds": start.sample_seconds * scale}
-    first = train.encode(tokenizer, **cfg.data.template_kwargs)[0]
+    first = encode_prompt(tokenizer, train.rows[0]["query"], **cfg.data.template_kwargs)
     return Facts(
         plan,
         train,

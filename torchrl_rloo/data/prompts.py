@@ -264,13 +264,13 @@ def show_examples(
         'Q: 1+1?\\nA: 2\\n\\nQ: 2+2?\\nA:'
     """
     beginnings: dict[Any, list[str]] = {}
-    rest = []
+    rest, has_messages = [], any(part.conversational for part in (dataset, *others))
     for index, row in enumerate(dataset.rows):
         shown = beginnings.setdefault(row.get(keys.TASK), [])
         if len(shown) == number:
             rest.append(index)
             continue
-        if not isinstance(row[keys.QUERY], str) or row.get("answer") is None:
+        if has_messages or row.get("answer") is None:
             raise ValueError(
                 f"examples={number} requires text prompts with a column 'answer', got {dataset!r}; set examples to 0"
             )

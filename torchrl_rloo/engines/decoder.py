@@ -165,7 +165,7 @@ class _Layer(DynamicLayer):
 
 
 class _SlidingLayer(_Layer, DynamicSlidingWindowLayer):
-    """The same for a layer that attends to the last positions only."""
+    """Cache layer with spare positions for attention to the last positions only."""
 
 
 def buffer_length(length: int) -> int:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 _MODEL_ELEMENTS = 2**25  # with 0.15 million parameters a step takes 1.2 times as long in the context
 _AVX512 = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+_AVX512 = _AVX512 and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # a private operator; without it torch multiplies
 
 
 def has_fast_product(*tensors: torch.Tensor) -> bool:
