@@ -38,6 +38,7 @@ FOLDERS = (
     "data",
     "sandbox",
     "functional",
+    "images",
     "runtime",
 )
 

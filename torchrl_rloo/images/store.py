@@ -1,0 +1,262 @@
+"""Folder of images, each named by the hash of its bytes: what a row, a prompt and an engine name is what they read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from torchrl_rloo.runtime.files import cache_folder, explained, make_folder, regular_size, temporary_name
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Suffix by PIL's name of the format; MPO is a JPEG file with further pictures behind the first
+SUFFIXES = {"PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP": ".bmp"}
+_FORMATS = [name for name in SUFFIXES if name != "MPO"]
+_NAME = re.compile(r"([0-9a-f]{64})\.(?:png|jpg|webp|gif|bmp)")
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_ORIENTATION = 0x0112  # EXIF tag
+
+
+class ImageError(ValueError):
+    """An image that cannot be used: missing, changed, damaged, too large, or of another format."""
+
+
+class ImageStore:
+    """Folder of image files named ``<SHA-256 of the bytes>.<suffix>``.
+
+    Rows carry the hash and prompts the path, so both name one sequence of bytes on any machine. :meth:`load` checks
+    the hash, so an image that changed after it was added is an error. Stores are cheap, picklable and thread-safe.
+
+    Args:
+        folder: Folder of the files, created by the first :meth:`add`. None is ``images`` in the user's cache.
+        max_pixels: Largest width times height of an image, checked before it is decoded. A file may have at most eight
+            bytes a pixel of it.
+
+    Example:
+        >>> import tempfile
+        >>> from PIL import Image
+        >>> store = ImageStore(tempfile.mkdtemp())
+        >>> path = store.add(Image.new("RGB", (4, 2), "red"))
+        >>> store.load(path).getpixel((0, 0)), store.path(digest_of(path)) == Path(path)
+        ((255, 0, 0), True)
+    """
+
+    def __init__(self, folder: str | os.PathLike | None = None, max_pixels: int = 2**26) -> None:
+        if max_pixels < 1:
+            raise ValueError(f"max_pixels={max_pixels} must be at least 1")
+        self.folder = Path(folder if folder is not None else cache_folder() / "images").absolute()
+        self.max_pixels = max_pixels
+
+    def __repr__(self) -> str:
+        return f"ImageStore({str(self.folder)!r}, max_pixels={self.max_pixels})"
+
+    def add(self, image: Any) -> str:
+        """Store an image and return the absolute path of its file.
+
+        Args:
+            image: Path, ``file://`` URL, ``data:`` URI, bytes, ``PIL.Image``, or mapping with ``bytes`` or ``path``, as
+                in Arrow files. A local file is linked, everything else is written; a ``PIL.Image`` becomes an RGB PNG.
+
+        Raises:
+            ImageError: The image cannot be read or decoded, has more than ``max_pixels``, or is to be downloaded.
+        """
+        name = describe(image)
+        if isinstance(image, Mapping):
+            image = image.get("bytes") if image.get("bytes") is not None else image.get("path")
+        file = None
+        if isinstance(image, (bytes, bytearray, memoryview)):
+            content = bytes(image)
+        elif isinstance(image, str) and image[:5].lower() == "data:":
+            content = _decode_data_uri(image, name)
+        elif isinstance(image, (str, os.PathLike)):
+            file = _local_path(image, name)
+            content = self._read(file, name)
+        elif _is_picture(image):
+            content = self._encode(image, name)
+        else:
+            raise ImageError(f"{name} is no image: give a path, a data: URI, bytes or a PIL.Image")
+        picture = self._open(content, name)
+        target = self.folder / (hashlib.sha256(content).hexdigest() + SUFFIXES[picture.format])
+        source = None if file is None else Path(os.path.realpath(file))
+        if source == target:
+            return str(target)
+        # A file of this name was decoded before; a link could lead to a file that has changed since
+        if not os.path.exists(target):
+            _to_rgb(picture, name)
+        elif (os.path.realpath(target) == str(source)) or (
+            not os.path.islink(target) and os.path.getsize(target) == len(content)
+        ):
+            return str(target)
+        make_folder(self.folder)
+        temporary = temporary_name(target)
+        with explained(target):
+            try:
+                if source is None:
+                    temporary.write_bytes(content)
+                else:
+                    temporary.symlink_to(source)
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return str(target)
+
+    def path(self, digest: str | bytes) -> Path:
+        """Return the file of a hash, given as 64 hexadecimal digits or 32 bytes.
+
+        Raises:
+            ImageError: The store has no such image.
+        """
+        digest = digest if isinstance(digest, str) else bytes(digest).hex()
+        for suffix in dict.fromkeys(SUFFIXES.values()):
+            path = self.folder / (digest + suffix)
+            if path.exists():
+                return path
+        raise ImageError(
+            f"{self.folder} has no image {digest}: load the prompts again, or name the folder they were in"
+        )
+
+    def load(self, path: str | os.PathLike) -> Image.Image:
+        """Return an image of a store as RGB, upright by its EXIF orientation, with transparency on white.
+
+        Raises:
+            ImageError: The file is missing, its bytes are not those of its name, or they cannot be decoded.
+        """
+        name = describe(path)
+        digest = digest_of(path)
+        content = self._read(Path(path), name)
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ImageError(f"{name} changed since it was added: restore the file, or load the prompts again")
+        return _to_rgb(self._open(content, name), name)
+
+    def _read(self, path: Path, name: str) -> bytes:
+        """Read a regular file, at most eight bytes for each pixel that an image may have."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
+            with open(descriptor, "rb") as file:
+                size = regular_size(descriptor)
+                if size > 8 * self.max_pixels:
+                    raise ImageError(f"{name} has {size} bytes, more than 8 for each of max_pixels={self.max_pixels}")
+                return file.read()
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
+            if isinstance(error, ImageError):
+                raise
+            raise ImageError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+    def _open(self, content: bytes, name: str) -> Image.Image:
+        """Read the header of an image and check its format and size."""
+        from PIL import Image
+
+        if not content:
+            raise ImageError(f"{name} is empty")
+        try:
+            picture = Image.open(io.BytesIO(content), formats=_FORMATS)
+        except Image.UnidentifiedImageError as error:
+            raise ImageError(f"{name} is no PNG, JPEG, WEBP, GIF or BMP image: convert it") from error
+        except Exception as error:
+            raise ImageError(f"{name} cannot be decoded: {_one_line(error)}") from error
+        return self._check_size(picture, name)
+
+    def _check_size(self, picture: Image.Image, name: str) -> Image.Image:
+        width, height = picture.size
+        if not 0 < width * height <= self.max_pixels:
+            raise ImageError(f"{name} has {width} x {height} pixels, allowed are 1 to max_pixels={self.max_pixels}")
+        return picture
+
+    def _encode(self, picture: Image.Image, name: str) -> bytes:
+        """Return a picture as PNG that depends on its pixels alone."""
+        buffer = io.BytesIO()
+        _to_rgb(self._check_size(picture, name), name).save(buffer, "PNG", compress_level=1)
+        return buffer.getvalue()
+
+
+def digest_of(path: str | os.PathLike) -> str:
+    """Return the SHA-256 in the name of a stored image, as 64 hexadecimal digits.
+
+    Raises:
+        ImageError: The path is not one that :meth:`ImageStore.add` returns.
+    """
+    if isinstance(path, (str, os.PathLike)) and (found := _NAME.fullmatch(os.path.basename(path))):
+        return found[1]
+    raise ImageError(f"{describe(path)} is no path of a stored image: give what ImageStore.add returned")
+
+
+def describe(image: Any) -> str:
+    """Name an image in an error: its path, or its kind and size."""
+    if isinstance(image, Mapping):
+        image = image.get("path") or image.get("bytes")
+    if isinstance(image, os.PathLike):
+        image = os.fspath(image)
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return f"image of {len(image)} bytes"
+    if isinstance(image, str):
+        return f"image {image if len(image) <= 200 else image[:60] + '...'!r}"
+    return f"image of type {type(image).__name__}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_picture(image: Any) -> bool:
+    """Return whether an object is a PIL image; PIL is imported only if its name says so."""
+    if not any(base.__module__.startswith("PIL.") for base in type(image).__mro__):
+        return False
+    from PIL import Image
+
+    return isinstance(image, Image.Image)
+
+
+def _decode_data_uri(uri: str, name: str) -> bytes:
+    head, comma, payload = uri.partition(",")
+    try:
+        if not comma:
+            raise ValueError("it has no comma")
+        if head.lower().endswith(";base64"):
+            return base64.b64decode("".join(unquote(payload).split()), validate=True)
+        return unquote_to_bytes(payload)
+    except (ValueError, binascii.Error) as error:
+        raise ImageError(f"{name} is no valid data: URI: {_one_line(error)}") from error
+
+
+def _local_path(image: str | os.PathLike, name: str) -> Path:
+    """Return the path of a local file, given as a path or a ``file://`` URL."""
+    if not isinstance(image, str) or not (scheme := _SCHEME.match(image)):
+        return Path(os.fsdecode(image))
+    if scheme[1].lower() != "file":
+        raise ImageError(f"{name} is not local, and images are not downloaded: save it and give the path")
+    url = urlsplit(image)
+    if url.netloc not in ("", "localhost"):
+        raise ImageError(f"{name} names the host {url.netloc!r}: give a path on this machine")
+    return Path(unquote(url.path))
+
+
+def _to_rgb(picture: Image.Image, name: str) -> Image.Image:
+    """Decode the first frame to RGB: upright, transparency on white, 16 bits scaled to 8, no metadata."""
+    from PIL import Image, ImageOps
+
+    try:
+        picture.load()
+        if picture.getexif().get(_ORIENTATION, 1) != 1:
+            picture = ImageOps.exif_transpose(picture)
+        if picture.mode.startswith("I"):  # convert() would clip at 255
+            picture = picture.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
+        if picture.has_transparency_data:
+            picture = picture.convert("RGBA")
+            white = Image.new("RGB", picture.size, "white")
+            white.paste(picture, mask=picture.getchannel("A"))
+            picture = white
+        # A copy, since convert() may return the caller's picture, whose metadata must stay
+        picture = picture.convert("RGB") if picture.mode != "RGB" else picture.copy()
+    except Exception as error:
+        raise ImageError(f"{name} cannot be decoded: {_one_line(error)}") from error
+    picture.info = {}
+    return picture
