@@ -30,6 +30,7 @@ key                           shape        dtype    content
 Optional entries:
 
 ============================  ===========  =======  ==================================================================
+``IMAGES``                    ``[n, 32]``  uint8    SHA-256 of each image of the row, in the order of its tokens
 ``PROMPT_ID``                 ``[]``       int64    index of the prompt in the dataset, the same in every epoch
 ``TASK``                      non-tensor   -        name of the prompt's task in a mixture of tasks
 ``RAW_REWARDS``               ``[F]``      float32  ``REWARDS`` before shaping
@@ -69,6 +70,7 @@ GROUP_ID = "group_id"
 GROUP_SIZE = "group_size"
 POLICY_VERSION = "policy_version"
 NUM_TURNS = "num_turns"  # int64 []: policy turns taken so far
+IMAGES = "images"
 TRAJECTORY_ID = "trajectory_id"  # int64 []: id of a conversation, unique over processes
 
 TOKENS = ("tokens", "full")
@@ -142,6 +144,7 @@ RESERVED = frozenset(
         ROLE_ID,
         CONVERSATION_GROUP,
         TRAJECTORY_ID,
+        IMAGES,
         NUM_TOOL_CALLS,
         TOKEN_COUNT,
         VERSION_COUNTS,

@@ -133,7 +133,7 @@ def _pieces(rows: TensorDictBase, size: int, max_tokens: float, packing: str) ->
     lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
     order, shared = sorted(range(len(rows)), key=[-n for n in lengths].__getitem__), [0] * len(rows)
     if packing == "shared_prefix":
-        order, shared = prefix_order(ragged(rows, keys.TOKENS))
+        order, shared = prefix_order([_with_image(row) for row in rows.unbind(0)])
 
     # Fill pieces greedily up to the limits
     piece: list[int] = []
@@ -149,6 +149,15 @@ def _pieces(rows: TensorDictBase, size: int, max_tokens: float, packing: str) ->
         piece.append(i)
         tokens += added
     yield piece
+
+
+def _with_image(row: TensorDictBase) -> torch.Tensor:
+    """Return the ids of a row, the first of which differs between rows of different first images."""
+    tokens, images = row[keys.TOKENS], entry_of(row, keys.IMAGES)
+    if images is None or not len(images):
+        return tokens
+    first = torch.tensor([int.from_bytes(bytes(images[0, :7].tolist()), "big")], device=tokens.device)
+    return torch.cat([first, tokens[1:]])
 
 
 def tensor_rows(rows: TensorDictBase) -> TensorDictBase:

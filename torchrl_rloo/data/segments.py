@@ -38,7 +38,7 @@ from torchrl_rloo.data.rows import copy_row, entry_of, make_non_tensor, make_ten
 from torchrl_rloo.data.stop_reasons import end_row
 
 # Entries about samples, which a step copies from the row to its "next"
-SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
+SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0], keys.IMAGES)
 _TOKEN_ENTRIES = {"tokens": keys.PROMPT_TOKENS, "mask": keys.ACTION_MASK, "log_probs": keys.LOG_PROBS}
 _ACTION_ENTRIES = {
     "versions": keys.ACTION_VERSIONS,
@@ -60,8 +60,8 @@ def stash_segment(row: TensorDictBase) -> None:
     """Append a row's current sample to its previous ones, in place; the caller then sets the next context.
 
     ``PREVIOUS_SEGMENTS`` concatenates over the previous samples: ``tokens``, ``mask`` and ``log_probs`` (``[E]``),
-    ``sizes`` (int64, tokens of each sample) and, if the row has them, ``versions``, ``support_sizes`` (``[A]``) and
-    ``support_ids`` (``[K]``).
+    ``sizes`` (int64, tokens of each sample) and, if the row has them, ``versions``, ``support_sizes`` (``[A]``),
+    ``support_ids`` (``[K]``), and ``images`` (``[n, 32]``) with their numbers ``image_counts``.
     """
     previous = row.get(keys.PREVIOUS_SEGMENTS, None)
     current = {name: row[key] for name, key in _TOKEN_ENTRIES.items()}
@@ -69,6 +69,8 @@ def stash_segment(row: TensorDictBase) -> None:
     for name, key in _ACTION_ENTRIES.items():
         if (value := row.get(key, None)) is not None:
             current[name] = value
+    if (images := row.get(keys.IMAGES, None)) is not None:
+        current |= {"images": images, "image_counts": torch.tensor([len(images)])}
     if previous is not None:
         current = {name: torch.cat([previous[name], value]) for name, value in current.items()}
     drop_samples(row).set(keys.PREVIOUS_SEGMENTS, TensorDict(current, batch_size=[]))
@@ -119,6 +121,8 @@ def select_samples(row: TensorDictBase, indices: Sequence[int]) -> TensorDictBas
     if earlier:
         joined = {name: torch.cat([part[name] for part in earlier]) for name in last}
         joined["sizes"] = torch.tensor([len(part["tokens"]) for part in earlier])
+        if "images" in joined:
+            joined["image_counts"] = torch.tensor([len(part["images"]) for part in earlier])
         chosen.set(keys.PREVIOUS_SEGMENTS, TensorDict(joined, batch_size=[]))
     return _sample(chosen, last)
 
@@ -187,12 +191,14 @@ def _previous_parts(row: TensorDictBase) -> list[dict[str, torch.Tensor]]:
             parts[name] = previous[name].split(actions)
     if "support_ids" in previous.keys():
         parts["support_ids"] = previous["support_ids"].split([int(n.sum()) for n in parts["support_sizes"]])
+    if "images" in previous.keys():
+        parts["images"] = previous["images"].split(previous["image_counts"].tolist())
     return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
 
 
 def _last_part(row: TensorDictBase) -> dict[str, torch.Tensor]:
     """Return the entries of a finished row's last sample."""
-    named = _TOKEN_ENTRIES | {"tokens": keys.TOKENS} | _ACTION_ENTRIES
+    named = _TOKEN_ENTRIES | {"tokens": keys.TOKENS, "images": keys.IMAGES} | _ACTION_ENTRIES
     return {name: value for name, key in named.items() if (value := row.get(key, None)) is not None}
 
 
@@ -211,6 +217,8 @@ def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBas
     }
     for name, tensors in entries.items():
         row.set(name, make_tensorclass_like(row.get(name), **tensors))
+    if "images" in part:
+        row.set(keys.IMAGES, part["images"])
     if "versions" in part:
         row.set(keys.ACTION_VERSIONS, part["versions"])
     if "support_ids" in part:

@@ -34,6 +34,8 @@ from jinja2 import TemplateError
 from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
+from torchrl_rloo.images.encoder import encoder_of
+
 
 def make_mark() -> str:
     """Return a random text of private-use characters, which no conversation contains and no template looks for."""
@@ -73,6 +75,8 @@ def _specials(tokenizer) -> _Specials:
         added = list(tokenizer.added_tokens_decoder.values())
         special = {token.content for token in added if token.special or _CONTROL.fullmatch(token.content)}
         special.update(tokenizer.all_special_tokens)
+        if (images := encoder_of(tokenizer)) is not None:
+            special.update(images.texts)
         markup = {token.content for token in added if not _is_vocabulary(token.content)}
         texts = tuple(sorted(text for text in special if len(text) > 1))
         patterns = _first_characters(special), _first_characters(special | markup)
@@ -174,9 +178,33 @@ def _require_template(tokenizer) -> None:
 
 
 def render(tokenizer, messages: Messages, **template_kwargs) -> str:
-    """Render a conversation to text with the tokenizer's chat template."""
+    """Render a conversation to text with the tokenizer's chat template, one placeholder for each image."""
     _require_template(tokenizer)
+    if encoder_of(tokenizer) is not None:  # some of their templates accept lists of parts only
+        messages = [message | {"content": _parts(message.get("content"))} for message in messages]
+    elif image_paths(messages):
+        raise ValueError(
+            f"the messages have images, but the model of tokenizer {getattr(tokenizer, 'name_or_path', '?')!r} reads "
+            "text only; use a vision-language model, or drop the images"
+        )
     return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+
+
+def image_paths(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the paths of the images of messages, in order; each is ``{"type": "image", "url": <path>}``."""
+    contents = (message.get("content") for message in messages)
+    parts = chain.from_iterable(content for content in contents if isinstance(content, list))
+    return [part["url"] for part in parts if part.get("type") == "image"]
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def _show_images(tokenizer, text: str, messages: Iterable[Mapping[str, Any]]) -> str:
+    """Replace the placeholders of rendered messages by the tokens of their images."""
+    images = encoder_of(tokenizer)
+    return text if images is None else images.expand(text, image_paths(messages))
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -210,9 +238,9 @@ def encode_rendered(tokenizer, text: str) -> list[int]:
 
 
 def _render_cut(tokenizer, messages: Messages, template_kwargs: Mapping[str, Any]) -> str:
-    """Render a conversation with its special tokens cut."""
-    messages, arguments = cut_messages(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
-    return render(tokenizer, messages, **arguments)
+    """Render a conversation with its special tokens cut and its images expanded."""
+    cut, arguments = cut_messages(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
+    return _show_images(tokenizer, render(tokenizer, cut, **arguments), messages)
 
 
 def encode_messages(tokenizer, messages: Messages, **template_kwargs) -> list[int]:
@@ -287,9 +315,10 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
     """
     # Use the template's generation blocks if it has them
     _require_template(tokenizer)
+    conversation = messages
     messages, template_kwargs = cut_messages(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
     if _GENERATION_TAG.search(tokenizer.chat_template):
-        ids, mask = _encode_generation(tokenizer, messages, template_kwargs)
+        ids, mask = _encode_generation(tokenizer, messages, conversation, template_kwargs)
         if not any(mask) and any(m["role"] == "assistant" and m["content"] for m in messages):
             raise ValueError(
                 "the chat template's {% generation %} blocks mark no token of this conversation's assistant messages; "
@@ -298,13 +327,16 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
         return ids, mask
 
     # Otherwise compare the prefixes before and after each assistant message
-    ids = encode_rendered(tokenizer, render(tokenizer, messages, **template_kwargs))
+    def encode_shown(text: str, count: int) -> list[int]:
+        return encode_rendered(tokenizer, _show_images(tokenizer, text, conversation[:count]))
+
+    ids = encode_shown(render(tokenizer, messages, **template_kwargs), len(messages))
     mask = [False] * len(ids)
     for k, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = encode_rendered(tokenizer, render_opening(tokenizer, messages[:k], **template_kwargs))
-        after = encode_rendered(tokenizer, render(tokenizer, messages[: k + 1], **template_kwargs))
+        before = encode_shown(render_opening(tokenizer, messages[:k], **template_kwargs), k)
+        after = encode_shown(render(tokenizer, messages[: k + 1], **template_kwargs), k + 1)
         if ids[: len(before)] != before or ids[: len(after)] != after or len(after) <= len(before):
             raise ValueError(
                 f"the chat template has no {{% generation %}} block and renders message {k} differently once later "
@@ -323,19 +355,26 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
     return ids, mask
 
 
-def _encode_generation(tokenizer, messages: Messages, template_kwargs: dict[str, Any]) -> tuple[list[int], list[bool]]:
+def _encode_generation(
+    tokenizer, messages: Messages, conversation: Messages, template_kwargs: dict[str, Any]
+) -> tuple[list[int], list[bool]]:
     """Return ids and a mask of all tokens that overlap the template's ``{% generation %}`` blocks."""
     from transformers.utils.chat_template_utils import render_jinja_template  # takes 2 s to import
 
     variables = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template, **template_kwargs}
+    if encoder_of(tokenizer) is not None:
+        messages = [message | {"content": _parts(message.get("content"))} for message in messages]
     texts, spans = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
+    text, blocks = texts[0], spans[0]
+    if (images := encoder_of(tokenizer)) is not None:
+        text, blocks = images.expand_spans(text, image_paths(conversation), blocks)
     ids, mask, start = [], [], 0
-    for piece in _pieces(tokenizer, texts[0]):
+    for piece in _pieces(tokenizer, text):
         out = tokenizer(piece.text, add_special_tokens=False, return_offsets_mapping=True)
         ids += out["input_ids"][piece.lead :]
         for first, last in out["offset_mapping"][piece.lead :]:
             place = start - piece.start
-            mask.append(any(begin < place + last and place + first < end for begin, end in spans[0]))
+            mask.append(any(begin < place + last and place + first < end for begin, end in blocks))
         start += len(piece.text) - piece.start + len(MARK)
     return ids, mask
 
@@ -421,7 +460,8 @@ def answer_turn(
     not show the turn's text, which does not count as rewriting.
     """
     # Cut special tokens, also in the conversation: some templates show the system message with the last message
-    feedback, kwargs = cut_messages(tokenizer, feedback), cut_arguments(tokenizer, template_kwargs)
+    shown, kwargs = feedback, cut_arguments(tokenizer, template_kwargs)
+    feedback = cut_messages(tokenizer, feedback)
     seen_arguments = kwargs if seen_arguments is None else cut_arguments(tokenizer, seen_arguments)
     conversation = cut_messages(tokenizer, conversation)
 
@@ -439,7 +479,7 @@ def answer_turn(
             raise ValueError(f"{_cannot(error)}; with added calls before the tools' results: {second}") from error
 
     # Drop the end of turn if the policy sampled it, or another: only white space may come before it
-    ids = encode_rendered(tokenizer, tail)
+    ids = encode_rendered(tokenizer, _show_images(tokenizer, tail, shown))
     first = _first_visible(tokenizer, ids)
     if first is not None and last_token != ids[first] and last_token in end_ids:
         last_token = _end_of_turn(tokenizer, conversation, kwargs)

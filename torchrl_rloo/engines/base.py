@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.functional.sampling import SamplingDistribution
+from torchrl_rloo.images.encoder import ImageSpan
 from torchrl_rloo.runtime.threads import PackageThread
 from torchrl_rloo.weight_update.protocol import (  # noqa: F401  for all engines, whose errors a publisher raises as well
     EngineDeadError,
@@ -46,6 +47,7 @@ class Request:
         stop_strings: texts that end the turn. The ids that spell one are kept.
         session: ids of the conversation, for routing only. ``(group_id,)`` at its first turn, then
             ``(group_id, trajectory_id)``.
+        images: images of the prompt, in order; the prompt contains their tokens.
     """
 
     prompt: Sequence[int]
@@ -55,6 +57,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     session: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
 
 class Sample(NamedTuple):

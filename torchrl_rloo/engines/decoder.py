@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.head import Head, attention_implementation
+from torchrl_rloo.images.encoder import PassImages
 
 _GROUPED = "torchrl_rloo_grouped"
 _MIN_SPARE_POSITIONS = 64  # positions that a grown cache buffer has beyond those in use, at least
@@ -28,9 +29,18 @@ class Decoder:
 
     Equal prompts ``[P_i]`` are read once. ``longest`` counts the tokens of the longest line, prompt and turn, where the
     positions of finished lines stop. ``track_seen`` records ``seen`` ``[lines, V]``, the tokens that a line contains.
+    ``images`` are those of the prompts, for a vision-language model.
     """
 
-    def __init__(self, model, head: Head | None, prompts: Sequence[torch.Tensor], longest: int, track_seen: bool):
+    def __init__(
+        self,
+        model,
+        head: Head | None,
+        prompts: Sequence[torch.Tensor],
+        longest: int,
+        track_seen: bool,
+        images: PassImages | None = None,
+    ):
         if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             raise ValueError(
                 "gradient checkpointing in training mode disables the key-value cache; call model.eval(), which still "
@@ -42,18 +52,31 @@ class Decoder:
 
         # Read each distinct prompt once, padded on the left so that all end at the same position
         self.model, self.head = model, head
+        prompts = prompts if images is None else images.tokens  # equal only with equal images
         unique: dict[tuple[int, ...], int] = {}
         lines = [unique.setdefault(tuple(p.tolist()), len(unique)) for p in prompts]
         prompts = [torch.tensor(prompt) for prompt in unique]
-        ids = pad(prompts, side="left").to(model.device)
+        ids = pad(prompts, side="left")
         self.mask = pad([torch.ones_like(p) for p in prompts], side="left").to(model.device)
         self.padded = not bool(self.mask.all())
         self.cache = DynamicCache(config=model.config)
         plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
         self.cache.layers = [_with_spare(layer) for layer in self.cache.layers]
-        self.position = self.mask.sum(1)
+        self.position, positions = self.mask.sum(1), (self.mask.cumsum(1) - 1).clamp(min=0)
+        mask, shown = self.mask if self.padded else None, {}
+        if images is not None:
+            shown = images.arguments(ids, model.device)
+            if (whole := images.whole_images(ids)) is not None and shown:
+                mask = image_masks(model.config.get_text_config(), whole.to(model.device), self.mask)
+            if images.positions is not None:
+                rows = {tuple(t.tolist()): p for t, p in zip(images.tokens, images.positions, strict=True)}
+                positions = [rows[prompt] for prompt in unique]
+                self.position = torch.stack([p.max() + 1 for p in positions]).to(model.device)
+                padded = [pad([p[axis] for p in positions], side="left") for axis in range(3)]
+                positions = torch.stack(padded).to(model.device)
+            ids = images.real(ids)
         self.logits: torch.Tensor | None = None
-        self.logits = self._forward(ids, self.mask if self.padded else None, (self.mask.cumsum(1) - 1).clamp(min=0))
+        self.logits = self._forward(ids.to(model.device), mask, positions, **shown)
 
         # Prepare boolean masks and grouped heads for decoding, if the model supports them
         config = model.config.get_text_config()
@@ -65,8 +88,9 @@ class Decoder:
         self.seen = None
         if track_seen:
             self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
-            for row, prompt in enumerate(unique):
-                self.seen[row, list(prompt)] = True
+            real = prompts if images is None else map(images.real, prompts)
+            for row, prompt in enumerate(real):
+                self.seen[row, prompt] = True
 
         # Expand distinct prompts to lines
         if len(lines) != len(unique):
@@ -74,13 +98,14 @@ class Decoder:
             self.logits = self.logits[indices]
             self.keep(indices)
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, mask, positions: torch.Tensor, **shown: torch.Tensor) -> torch.Tensor:
         inputs = {
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
             self.argument: self.cache,
             "use_cache": True,
+            **shown,
         }
         if self.head is not None:
             hidden = self.head.decoder(**inputs).last_hidden_state[:, -1]
@@ -108,6 +133,20 @@ class Decoder:
             self.logits = self._forward(tokens[:, None], mask, position)
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
+
+
+def image_masks(config, whole: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return masks by type of layer, ``[B, 1, T, T]``, in which an image's tokens see each other in both directions.
+
+    ``whole`` ``[B, T]`` numbers the images (``PassImages.whole_images``), and ``real`` ``[B, T]`` marks no padding.
+    """
+    place = torch.arange(whole.shape[1], device=whole.device)
+    back = place[:, None] - place
+    together = (whole[:, :, None] == whole[:, None]) & (whole[:, :, None] > 0)
+    allowed = real.bool()[:, None] | (back == 0)  # padding sees itself, since a row without keys would be NaN
+    windows = {"full_attention": len(place), "sliding_attention": getattr(config, "sliding_window", None) or len(place)}
+    seen = {kind: (((back >= 0) & (back < window)) | together) & allowed for kind, window in windows.items()}
+    return {kind: mask[:, None] for kind, mask in seen.items()}
 
 
 def cache_argument(module: torch.nn.Module) -> str:

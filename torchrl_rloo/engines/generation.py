@@ -17,6 +17,7 @@ from torchrl_rloo.engines.head import Head
 from torchrl_rloo.functional import SamplingDistribution
 from torchrl_rloo.functional.products import fast_layers
 from torchrl_rloo.functional.sampling import Support, draw_tokens, process_logits, sample_tokens
+from torchrl_rloo.images.encoder import PassImages, encoder_of
 
 _MIN_KEPT = 0.75  # share of the lines above which dropping the others costs more than it saves
 
@@ -117,12 +118,15 @@ def generate(
     tokenizer=None,
     head: Head | None = None,
     record_support: bool = False,
+    images: Sequence[Sequence[str]] | None = None,
 ) -> list[Generated]:
     """Sample one turn after each of ``B`` prompts ``[P_i]``, and return them on the CPU. Equal prompts are read once.
 
     ``uniforms`` ``[B, L]`` has a random number for each token that may be sampled; ``limits`` ``[B]`` bounds the rows.
     With a ``head``, logits are the scorer's, in float32 even for narrower weights. ``record_support`` also returns the
-    ids that the truncation left at each token. A model that a probe finds inexact raises ``NotImplementedError``.
+    ids that the truncation left at each token. ``images`` are the files of each prompt's images.
+
+    A model that a probe finds inexact raises ``NotImplementedError``.
     """
     from torchrl_rloo.engines.exactness import pads_prompts  # imports torchrl, which takes 2 s
 
@@ -137,15 +141,17 @@ def generate(
         record_support=record_support,
     )
     lengths = torch.tensor([len(prompt) for prompt in prompts])
+    images = [()] * len(prompts) if images is None else images
     # The scorer's layers use the same products
     with fast_layers(model):
         if pads_prompts(model, head) or len(lengths.unique()) == 1:
-            return sample(prompts, uniforms, limits)
+            return sample(prompts, uniforms, limits, images)
         # Sample each length of prompts by itself if only those decode exactly
         turns: dict[int, Generated] = {}
         for length in lengths.unique():
             rows = (lengths == length).nonzero()[:, 0].tolist()
-            turns.update(zip(rows, sample([prompts[row] for row in rows], uniforms[rows], limits[rows]), strict=True))
+            parts = ([values[row] for row in rows] for values in (prompts, images))
+            turns.update(zip(rows, sample(next(parts), uniforms[rows], limits[rows], next(parts)), strict=True))
     return [turns[row] for row in range(len(prompts))]
 
 
@@ -155,6 +161,7 @@ def _sample_batch(
     prompts: Sequence[torch.Tensor],
     uniforms: torch.Tensor,
     limits: torch.Tensor,
+    images: Sequence[Sequence[str]],
     *,
     stop_ids: Sequence[int],
     stop_strings: Sequence[str],
@@ -169,7 +176,9 @@ def _sample_batch(
     device = model.device
     batch, length = uniforms.shape
     longest = max(len(prompt) + int(limit) for prompt, limit in zip(prompts, limits, strict=True))
-    decoder = Decoder(model, head, prompts, longest, distribution.repetition_penalty != 1)
+    encoder = encoder_of(tokenizer)
+    shown = None if encoder is None else PassImages(encoder, prompts, images)
+    decoder = Decoder(model, head, prompts, longest, distribution.repetition_penalty != 1, shown)
     uniforms, stops = uniforms.to(device), torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     first_limit = int(limits.min())
     limits = limits.to(device)

@@ -105,7 +105,7 @@ def find_head(model: nn.Module, *, warn: bool = True) -> Head | None:
     Returns:
         The head, or None if there is none or the logits differ.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = decoder_of(model)
     projection = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if decoder is not None and decoder is not model and (type(projection) is nn.Linear or _is_lora(projection)):
         config = model.config.get_text_config()
@@ -119,6 +119,14 @@ def find_head(model: nn.Module, *, warn: bool = True) -> Head | None:
             type(model).__name__,
         )
     return None
+
+
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """Return the module of a model from ids to hidden states, which for a vision-language model also takes images."""
+    if getattr(model.config, "vision_config", None) is not None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        return getattr(base, "model", None)
+    return model.get_decoder() if hasattr(model, "get_decoder") else None
 
 
 def _is_lora(projection: nn.Module | None) -> bool:
@@ -136,7 +144,7 @@ def current_head(model: nn.Module, head: Head | None, *, warn: bool = True) -> H
 
     Adding an adapter or resizing embeddings replaces a model's modules, and an earlier head would keep the old ones.
     """
-    if head is None or (model.get_output_embeddings() is head.projection and model.get_decoder() is head.decoder):
+    if head is None or (model.get_output_embeddings() is head.projection and decoder_of(model) is head.decoder):
         return head
     return find_head(model, warn=warn)
 
@@ -280,7 +288,9 @@ def _seen_tokens(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor
     return torch.cat(rows)
 
 
-def sampled_logits(model: nn.Module, tokens: torch.Tensor, distribution: SamplingDistribution) -> torch.Tensor:
+def sampled_logits(
+    model: nn.Module, tokens: torch.Tensor, distribution: SamplingDistribution, **kwargs
+) -> torch.Tensor:
     """Compute logits ``[B, T, V]`` of the sampled distribution at every position, in float32.
 
     Rows are padded on the right. Position ``t`` predicts token ``t``, and logits of the first token are 0. It stores
@@ -289,6 +299,6 @@ def sampled_logits(model: nn.Module, tokens: torch.Tensor, distribution: Samplin
     positions = torch.ones_like(tokens, dtype=torch.bool)
     positions[:, 0] = False
     seen = _seen_tokens(model, tokens, positions) if distribution.repetition_penalty != 1 else None
-    logits = model(input_ids=tokens, use_cache=False).logits.float()
+    logits = model(input_ids=tokens, use_cache=False, **kwargs).logits.float()
     flat = process_logits(logits[:, :-1].flatten(0, 1), distribution, seen, tokens[:, 1:].flatten())
     return torch.cat([torch.zeros_like(logits[:, :1]), flat.view_as(logits[:, 1:])], 1)

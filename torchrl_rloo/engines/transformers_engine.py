@@ -125,6 +125,7 @@ class TransformersEngine(Engine):
                 stop_strings=requests[0].stop_strings,
                 tokenizer=self.tokenizer,
                 head=self.head,
+                images=[[image.path for image in r.images] for r in requests],
             )
         except Exception as error:
             raise EngineError(

@@ -43,11 +43,13 @@ from torchrl_rloo.data.templates import (
     encode_messages,
     encode_prompt,
     from_history,
+    image_paths,
     is_conversation,
     join_conversation,
     to_history,
 )
 from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
+from torchrl_rloo.images.encoder import digests
 from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
 STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
@@ -307,6 +309,8 @@ class ChatEnv(SignedEnv, EnvBase):
             keys.NUM_TURNS: torch.tensor(0),
             keys.COMPLETION: make_non_tensor([] if is_conversation(query) else ""),
         }
+        if not isinstance(query, str) and (paths := image_paths(query)):
+            opened[keys.IMAGES] = digests(paths)
         if self.max_seconds is not None:
             opened[keys.STARTED] = torch.tensor(time.monotonic(), dtype=torch.float64)
         set_entries(row, opened)
@@ -390,6 +394,10 @@ class ChatEnv(SignedEnv, EnvBase):
         if split:
             stash_segment(row)
         self.counts["env/rewritten_turns"] += rewritten
+        if paths := image_paths([*conversation, *feedback] if split else feedback):
+            images = digests(paths)
+            before = None if split else entry_of(row, keys.IMAGES)
+            row.set(keys.IMAGES, images if before is None else torch.cat([before, images]))
         row.set(keys.COMPLETION, make_non_tensor([*row[keys.COMPLETION], *feedback]))
         record_tools(row)
         end_row(row, "running")

@@ -7,13 +7,14 @@ relative error of up to 2^-9, and the sampler and the trainer round different su
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from torchrl_rloo.functional.products import add_product_, fast_product, has_fast_product
-from torchrl_rloo.functional.sampling import SamplingDistribution, Support, process_logits
+from torchrl_rloo.functional.sampling import SamplingDistribution, Support, exclude_, process_logits
 
 TILE_ELEMENTS = 2**21  # logits per tile: 8 MiB in float32; 2**22 is no faster on CPU cores
 TILE_ROWS = 2048  # positions per tile of a large vocabulary, so that few large products read the projection
@@ -225,7 +226,10 @@ class _Tiles:
         """Return the logits of the scored distribution; overwrites ``raw`` where it can."""
         distribution = self.settings.distribution
         if not self.masked and distribution.repetition_penalty == 1:
-            return raw if distribution.temperature == 1 else raw.div_(distribution.temperature)
+            scaled = raw if distribution.temperature == 1 else raw.div_(distribution.temperature)
+            return exclude_(scaled, distribution.excluded, columns.start) if distribution.excluded else scaled
+        if distribution.excluded:
+            distribution = replace(distribution, excluded=tuple(i - columns.start for i in distribution.excluded))
         seen = None if self.seen is None else self.seen[rows, columns]
         support = None if self.support is None else self.support.mask(rows, self.offsets, self.vocab_size)
         return process_logits(raw, distribution, seen, self.targets[rows] if self.masked else None, support)

@@ -6,12 +6,13 @@ behavior and training log-probs are of the same distribution for all settings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 _DRAWN_ELEMENTS = 2**19  # logits drawn from at once: 2 MiB in float32
+_NEVER = -1e30  # logit of excluded tokens: their probability is 0, and unlike infinity it gives no NaN
 _GROUP_TOKENS = 512  # tokens whose probabilities are summed before the search
 
 
@@ -27,6 +28,7 @@ class SamplingDistribution:
         min_p: smallest kept probability after top-p, relative to the most likely token. 0 keeps all.
         repetition_penalty: divisor of positive and factor of negative logits of the tokens that are already in the row,
             including the prompt (Keskar et al. 2019, arXiv 1909.05858). It is applied first. 1 disables it.
+        excluded: ids of probability 0, such as those of images.
 
     Raises:
         ValueError: if a value is out of range.
@@ -41,6 +43,7 @@ class SamplingDistribution:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    excluded: tuple[int, ...] = ()
 
     def __post_init__(self):
         checks = {
@@ -105,7 +108,7 @@ def process_logits(
     sampled: torch.Tensor | None = None,
     support: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the logits of the sampled distribution: penalty, temperature, then truncation.
+    """Return the logits of the sampled distribution: penalty, temperature, excluded tokens, then truncation.
 
     Shapes: ``logits [N, V]``, ``seen [N, V]``, ``sampled [N]``, ``support [N, V]`` to ``[N, V]``.
     """
@@ -114,6 +117,8 @@ def process_logits(
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if distribution.temperature != 1:
         logits = logits / distribution.temperature
+    if distribution.excluded:
+        logits = exclude_(logits.clone(), distribution.excluded)
     if support is not None:
         logits = logits.masked_fill(~support, -torch.inf)
     elif distribution.truncates:
@@ -122,6 +127,12 @@ def process_logits(
             keep = keep.scatter(-1, sampled[:, None], True)
         logits = logits.masked_fill(~keep, -torch.inf)
     return logits
+
+
+def exclude_(logits: torch.Tensor, ids: tuple[int, ...], first: int = 0) -> torch.Tensor:
+    """Give excluded ids probability 0 in logits ``[N, v]`` of the ids from ``first`` on, in place."""
+    inside = [i - first for i in ids if 0 <= i - first < logits.shape[-1]]
+    return logits.index_fill_(-1, torch.tensor(inside, device=logits.device), _NEVER) if inside else logits
 
 
 def sample_tokens(
@@ -134,7 +145,7 @@ def sample_tokens(
     Shapes: ``logits [N, V]``, ``uniforms [N]``, ``seen [N, V]`` to ``(ids [N] int64, log_probs [N] float32)``.
     """
     if distribution.temperature == 0:
-        greedy = SamplingDistribution(repetition_penalty=distribution.repetition_penalty)
+        greedy = replace(distribution, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0)
         ids = process_logits(logits, greedy, seen).argmax(-1)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
     return draw_tokens(process_logits(logits, distribution, seen), uniforms)

@@ -1,7 +1,6 @@
-"""Images of prompts: a store addressed by content."""
+"""Images of conversations: their store, and how vision-language models read them."""
 
-from __future__ import annotations
-
+from torchrl_rloo.images.encoder import ImageEncoder, ImageSpan, encoder_of
 from torchrl_rloo.images.store import ImageError, ImageStore, digest_of
 
-__all__ = ["ImageError", "ImageStore", "digest_of"]
+__all__ = ["ImageEncoder", "ImageError", "ImageSpan", "ImageStore", "digest_of", "encoder_of"]

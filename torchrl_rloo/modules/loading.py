@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.images.encoder import ImageEncoder, encoder_of
+from torchrl_rloo.images.families import FAMILIES
 from torchrl_rloo.modules.gguf import local_model
 from torchrl_rloo.modules.policies import checkpointing_layers
 from torchrl_rloo.runtime.lookup import HUB_KWARGS, check_path, did_you_mean, parse_dtype
@@ -74,8 +77,9 @@ def load_model(
     check_quantization(quantization, quantization_kwargs)
     name = local_model(name, log=print)
     tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in HUB_KWARGS if k in kwargs})
-    from transformers import AutoModelForCausalLM  # takes 2 s
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # takes 2 s
 
+    auto = AutoModelForCausalLM if encoder_of(tokenizer) is None else AutoModelForImageTextToText
     # Check dtype and device before loading the weights, which takes longer
     torch_dtype = parse_dtype(dtype)
     if device.startswith("cuda") and not meta and not torch.cuda.is_available():
@@ -86,9 +90,9 @@ def load_model(
         config = quantization_config(quantization, torch_dtype, quantization_kwargs)
         kwargs |= {"quantization_config": config, "device_map": {"": device}}
     if meta:
-        model, device = _build_on_meta(name, torch_dtype, **kwargs), "meta"
+        model, device = _build_on_meta(auto, name, torch_dtype, **kwargs), "meta"
     else:
-        model = use_exact_products(AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **kwargs))
+        model = use_exact_products(auto.from_pretrained(name, dtype=torch_dtype, **kwargs))
         if quantization is not None:
             check_quantized(model, config)
     # Some models accept checkpointing although no layer supports it
@@ -122,16 +126,16 @@ def load_engine(
     return TransformersEngine(*load_model(model, dtype=dtype, device=device, context_length=context_length))
 
 
-def _build_on_meta(name: str | os.PathLike, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
+def _build_on_meta(auto: type, name: str | os.PathLike, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
     """Build a model without weights, with the generation settings of its directory."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     if "quantization_config" in kwargs:
         raise ValueError("a quantized model cannot be built on the meta device; set meta=False")
     config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
     rest = {key: value for key, value in rest.items() if key not in HUB_KWARGS}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **rest)
+        model = auto.from_config(config, dtype=dtype, **rest)
     try:
         located = {key: value for key, value in kwargs.items() if key in HUB_KWARGS and key != "trust_remote_code"}
         model.generation_config = GenerationConfig.from_pretrained(name, **located)
@@ -176,7 +180,22 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # safe, since padding is masked by length
+    tokenizer.images = _load_images(name, tokenizer, **kwargs)
     return tokenizer
+
+
+def _load_images(name: str | os.PathLike, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> ImageEncoder | None:
+    """Return the image encoder of a vision-language model of a known family, and None for all other models."""
+    from transformers import AutoConfig, AutoImageProcessor
+    from transformers.utils import cached_file
+
+    config = AutoConfig.from_pretrained(name, **kwargs)
+    if config.model_type not in FAMILIES or getattr(config, "vision_config", None) is None:
+        return None
+    if not tokenizer.chat_template:  # older folders keep it with the image processor
+        kept = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False, **kwargs)
+        tokenizer.chat_template = None if kept is None else json.loads(Path(kept).read_text())["chat_template"]
+    return ImageEncoder(config, AutoImageProcessor.from_pretrained(name, backend="pil", **kwargs), tokenizer)
 
 
 def read_chat_template(source: str | os.PathLike) -> str:

@@ -29,6 +29,7 @@ from torch import nn
 
 from torchrl_rloo.data.rows import PACKINGS, pad, prefix_order
 from torchrl_rloo.engines.head import attention_implementation, evaluation_mode, probe_tolerance
+from torchrl_rloo.images.encoder import PassImages
 from torchrl_rloo.modules.context_parallel import ContextGroup, context_group
 from torchrl_rloo.weight_update.rotary import fix_frequencies
 
@@ -90,10 +91,11 @@ def action_states(
     tokens: Sequence[torch.Tensor],
     action_masks: Sequence[torch.Tensor],
     packing: Literal["packed", "shared_prefix"],
+    images: PassImages | None = None,
 ) -> ActionStates:
     """Compute :func:`action_hidden` for the action tokens of this rank; context parallelism splits them over ranks."""
     check_packing(decoder)
-    return _action_states(decoder, tokens, action_masks, packing)
+    return _action_states(decoder, tokens, action_masks, packing, images=images)
 
 
 def supports_packing(decoder: nn.Module) -> bool:
@@ -174,12 +176,17 @@ class _Pack(NamedTuple):
     """Rows packed into one sequence."""
 
     ids: torch.Tensor  # [N] token ids
-    position_ids: torch.Tensor  # [N], counted within each row
+    position_ids: torch.Tensor  # [N], or [3, N] for some models of images, within each row
     predictors: torch.Tensor  # index of the token before each action token, in row order
     segments: list[Segment]  # segments of the attention plan
 
 
-def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], packing: str) -> _Pack:
+def _pack(
+    tokens: Sequence[torch.Tensor],
+    action_masks: Sequence[torch.Tensor],
+    packing: str,
+    row_positions: Sequence[torch.Tensor] | None = None,
+) -> _Pack:
     # Cut each row after its last needed token
     mask = pad(action_masks, False)
     stops = (mask * torch.arange(mask.shape[1])).amax(1).tolist()
@@ -196,13 +203,14 @@ def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], 
         if added:
             segments.append(Segment(size, len(added), tuple(path)))
             ids.append(rows[i][length:])
-            positions.append(range(length, stops[i]))
+            added_positions = torch.arange(length, stops[i])
+            positions.append(added_positions if row_positions is None else row_positions[i][:, length : stops[i]])
             path, size = [*path, added], added.stop
         paths[i] = path
     # Map each action token to the pack index of the token before it
     before = torch.cat([torch.cat([m[1:], m.new_zeros(1)])[:stop] for m, stop in zip(action_masks, stops, strict=True)])
     predictors = index_runs([run for path in paths for run in path])[before]
-    return _Pack(torch.cat(ids), index_runs(positions), predictors, segments)
+    return _Pack(torch.cat(ids), torch.cat(positions, -1), predictors, segments)
 
 
 def _first(path: Sequence[range], length: int) -> list[range]:
@@ -217,19 +225,28 @@ def _action_states(
     action_masks: Sequence[torch.Tensor],
     packing: str,
     windows: list[int | None] | None = None,
+    images: PassImages | None = None,
 ) -> ActionStates:
     tokens, masks = [t.cpu() for t in tokens], [m.cpu() for m in action_masks]
     _check(tokens, masks, packing)
+    row_positions = None
+    if images is not None:  # their ids differ between images, so that rows share the same ones only
+        tokens, row_positions = images.tokens, images.positions
     # Lay out the pack; with context parallelism, each rank runs an equal slice of it
-    context, pack = context_group(decoder), _pack(tokens, masks, packing)
+    context, pack = context_group(decoder), _pack(tokens, masks, packing, row_positions)
     part = slice(None)
     if context is not None:
+        if images is not None:
+            raise NotImplementedError(f"context_parallel={context.size} cannot split images; set it to 1")
         pack = _padded(pack, context.size)
         part = context.own(len(pack.ids))
     # Run it
     device = decoder.get_input_embeddings().weight.device
-    plan = AttentionPlan(pack.segments, device, context)
-    hidden = forward_pack(decoder, pack.ids[part].to(device), pack.position_ids[part].to(device), plan)
+    ids, shown, whole = pack.ids[part], {}, None
+    if images is not None:
+        shown, whole, ids = images.arguments(ids, device), images.whole_images(ids), images.real(ids)
+    plan = AttentionPlan(pack.segments, device, context, whole if shown else None)
+    hidden = forward_pack(decoder, ids.to(device), pack.position_ids[..., part].to(device), plan, **shown)
     if windows is not None:
         windows += plan.windows
     if context is None:
@@ -320,7 +337,9 @@ class _Block:
         self.length, self.shortest = length, shortest
         return True
 
-    def finish(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def finish(
+        self, device: torch.device, whole_images: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the indices of queries and keys, and bool True for queries of the segments, ``[size * length]``."""
         # Pad with index 0: padding follows all real tokens, so none attends to it
         keys = pad([s.keys for s in self.segments])
@@ -329,27 +348,45 @@ class _Block:
         starts = torch.tensor([[s.prefix_length] for s in self.segments])
         stops = starts + torch.tensor([[s.length] for s in self.segments])
         real = (starts <= column) & (column < stops)
+        self._together = None if whole_images is None else self._same_images(keys, stops, whole_images).to(device)
         return keys[:, self.skipped :].flatten(), keys.flatten(), real.flatten()
 
+    def _same_images(self, keys: torch.Tensor, stops: torch.Tensor, whole_images: torch.Tensor) -> torch.Tensor:
+        """Return bool ``[size, 1, L, P + L]``, True between tokens of one image."""
+        image = whole_images[keys].masked_fill(torch.arange(keys.shape[1]) >= stops, 0)
+        queries = image[:, self.skipped :, None]
+        return ((queries == image[:, None]) & (queries > 0))[:, None]
+
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Return bool ``[L, P + L]``, True where a query attends to a key; None if plain causal attention is equal."""
+        """Return bool ``[L, P + L]``, True where a query attends to a key; None if plain causal attention is equal.
+
+        Blocks with images that see themselves whole have masks ``[size, 1, L, P + L]``.
+        """
         total = self.shape[1]
         if window is not None and window >= total:
             window = None
-        if window is None and not self.skipped:
+        if window is None and not self.skipped and self._together is None:
             return None
         if window not in self._masks:
             position = torch.arange(total, device=self.device)
             back = position[self.skipped :, None] - position
-            self._masks[window] = (back >= 0) & (back < (window or total))
+            causal = (back >= 0) & (back < (window or total))
+            self._masks[window] = causal if self._together is None else causal | self._together
         return self._masks[window]
 
 
 class AttentionPlan:
     """Plan of the attention within a pack, prepared once for all layers."""
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device, context: ContextGroup | None = None):
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        context: ContextGroup | None = None,
+        whole_images: torch.Tensor | None = None,
+    ):
         self.segments, self.device, self.context = list(segments), device, context
+        self.whole_images = whole_images  # [N] number of the image that a token sees whole; 0 for text
         self.num_tokens = sum(s.length for s in segments)
         self.windows: list[int | None] = []  # sliding window of each attention call so far
 
@@ -362,7 +399,8 @@ class AttentionPlan:
             if not any(block.add(s) for block in blocks):
                 blocks.append(_Block(s))
         # Map each token to its place among the padded outputs
-        queries, keys, real = map(torch.cat, zip(*(block.finish(self.device) for block in blocks), strict=True))
+        inputs = [block.finish(self.device, self.whole_images) for block in blocks]
+        queries, keys, real = map(torch.cat, zip(*inputs, strict=True))
         tokens = index_runs([range(s.start, s.start + s.length) for block in blocks for s in block.segments])
         places = real.nonzero()[:, 0][tokens.argsort()]
         return blocks, *(index.to(self.device) for index in (queries, keys, places))
@@ -414,7 +452,8 @@ def _packed_attention(
     # Attend within the segments, and record the window for the probe of packing
     plan.windows.append(sliding_window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend = _attend_ragged if _has_ragged_kernel(query) else _attend_blocks
+    ragged = _has_ragged_kernel(query) and plan.whole_images is None
+    attend = _attend_ragged if ragged else _attend_blocks
     if plan.context is None:
         return attend(plan, q, k, v, scaling, sliding_window)[None], None
     # With split tokens, attend over all of them by some of the heads
@@ -519,19 +558,19 @@ def _checkpoint_with_plan(checkpoint: Callable, config, plan: AttentionPlan, fun
 
 
 def forward_pack(
-    decoder: nn.Module, ids: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan
+    decoder: nn.Module, ids: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan, **shown: torch.Tensor
 ) -> torch.Tensor:
     """Compute the hidden states of a pack.
 
     The decoder's attention is restored afterwards. The model's gradient checkpointing works; checkpointing wrappers
-    around its layers do not.
+    around its layers do not. ``shown`` are the decoder's arguments for images.
 
-    Shapes: ``ids [N]``, ``position_ids [N]``.
+    Shapes: ``ids [N]``, ``position_ids [N]`` or ``[3, N]``.
     """
     config = decoder.config.get_text_config()
 
     def forward() -> torch.Tensor:
-        out = decoder(input_ids=ids[None], position_ids=position_ids[None], use_cache=False)
+        out = decoder(input_ids=ids[None], position_ids=position_ids[..., None, :], use_cache=False, **shown)
         return out.last_hidden_state[0]
 
     with _recompute_with_plan(decoder, config, plan):

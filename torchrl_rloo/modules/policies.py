@@ -27,6 +27,7 @@ from torchrl_rloo.data.rows import (
     action_tokens,
     entry_of,
     make_tensorclass,
+    pad,
     place_actions,
     ragged,
     spread_actions,
@@ -39,6 +40,7 @@ from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
 from torchrl_rloo.engines.root import adopt, call_root
 from torchrl_rloo.functional.products import fast_layers
+from torchrl_rloo.images.encoder import PassImages
 from torchrl_rloo.modules.context_parallel import context_group, owned_inputs
 from torchrl_rloo.modules.packing import ActionStates, action_states, check_packing
 from torchrl_rloo.modules.turns import (
@@ -281,6 +283,7 @@ class TransformersWrapper(TurnPolicy):
                 tokenizer=self.tokenizer,
                 head=self._current_head(),
                 record_support=self.record_support,
+                images=[self._image_paths(row) for row in members],
             )
 
     def _ensure_actions(self, rows: TensorDictBase) -> TensorDictBase:
@@ -357,18 +360,21 @@ class TransformersWrapper(TurnPolicy):
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
     ) -> tuple[ActionStates, torch.Tensor | None]:
         """Return the states that predict the action tokens, and the router loss or None."""
+        tokens, images = ragged(rows, keys.TOKENS), [self._image_paths(row) for row in rows.unbind(0)]
+        shown = None if self.images is None else PassImages(self.images, tokens, images)
         with self._autocast(), recompute_in_eval(self.model), self._fast_layers():
             if self.packing != "none":
                 masks = ragged(rows, keys.ACTION_MASK)
-                return action_states(head.decoder, ragged(rows, keys.TOKENS), masks, self.packing), None
+                return action_states(head.decoder, tokens, masks, self.packing, shown), None
             context = None if head is None else context_group(head.decoder)
             if context is not None and torch.is_grad_enabled():
                 raise ValueError(
                     f"packing='none' cannot train with context_parallel={context.size}, which splits packs; use "
                     "packing='packed' or 'shared_prefix'"
                 )
-            router_kwargs = {"output_router_logits": True} if router_loss else {}
-            states, out = predicting_states(self.model, head, actions.tokens, actions.action_mask, **router_kwargs)
+            kwargs = {"output_router_logits": True} if router_loss else {}
+            kwargs |= {} if shown is None else padded_arguments(self.model, shown)
+            states, out = predicting_states(self.model, head, actions.tokens, actions.action_mask, **kwargs)
         if not router_loss:
             return ActionStates(states, None), None
         lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
@@ -386,11 +392,29 @@ class TransformersWrapper(TurnPolicy):
     def _set_logits(self, rows: TensorDictBase) -> TensorDictBase:
         rows = self._ensure_actions(rows)
         tokens = action_tokens(rows).tokens.to(self.model.device)
-        logits = call_root(self.model, sampled_logits, self.model, tokens, self.distribution)
+        images = [self._image_paths(row) for row in rows.unbind(0)]
+        shown = None if self.images is None else PassImages(self.images, ragged(rows, keys.TOKENS), images)
+        shown = {} if shown is None else padded_arguments(self.model, shown)
+        logits = call_root(self.model, sampled_logits, self.model, tokens, self.distribution, **shown)
         for row, values in zip(rows.unbind(0), logits, strict=True):
             row.set("logits", values[: len(row[keys.TOKENS])])
             row.set(keys.ATTENTION_MASK, torch.ones_like(row[keys.TOKENS], dtype=torch.bool))
         return rows
+
+
+def padded_arguments(model: nn.Module, images: PassImages) -> dict[str, Any]:
+    """Return the arguments of a pass over rows that are padded on the right."""
+    from torchrl_rloo.engines.decoder import image_masks  # imports transformers, which takes 2 s
+
+    ids = pad(images.tokens)
+    shown: dict[str, Any] = images.arguments(ids, model.device)
+    if (whole := images.whole_images(ids)) is not None and shown:
+        whole = whole.to(model.device)
+        shown["attention_mask"] = image_masks(model.config.get_text_config(), whole, torch.ones_like(whole))
+    if images.positions is not None:
+        axes = [pad([positions[axis] for positions in images.positions]) for axis in range(3)]
+        shown["position_ids"] = torch.stack(axes).to(model.device)
+    return shown
 
 
 def _row_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torchrl_rloo.data.rows import ActionTokens, entry_of, make_tensorclass, set
 from torchrl_rloo.data.templates import decode_response, encode_prompt, from_history, to_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support
+from torchrl_rloo.images.encoder import encoder_of
 
 
 class TurnPolicy(LLMWrapperBase):
@@ -60,6 +62,10 @@ class TurnPolicy(LLMWrapperBase):
         self.tokenizer, self.input_mode, self.num_samples = tokenizer, input_mode, num_samples
         self.generate_kwargs = dict(generate_kwargs or {})
         self.config = GenerationConfig.from_kwargs(generate_kwargs)
+        self.images = encoder_of(tokenizer)
+        if self.images is not None:
+            excluded = tuple(sorted({*self.config.distribution.excluded, *self.images.excluded}))
+            self.config = replace(self.config, distribution=replace(self.config.distribution, excluded=excluded))
         # Turns end with the tokenizer's ids, unless ignored, and with those of the settings
         end_ids = () if self.config.ignore_eos else stop_ids
         self.end_ids = tuple(sorted(set(end_ids)))
@@ -159,6 +165,15 @@ class TurnPolicy(LLMWrapperBase):
         if self.input_mode == "history":
             return torch.tensor(encode_prompt(self.tokenizer, from_history(row["history", "prompt"])))
         raise KeyError(f"input_mode='tokens' requires {keys.PROMPT_TOKENS}; the rows have {list(row.keys())}")
+
+    def _image_paths(self, row: TensorDictBase) -> list[str]:
+        """Return the files of a row's images."""
+        images = entry_of(row, keys.IMAGES)
+        if images is None or not len(images):
+            return []
+        if self.images is None:
+            raise ValueError("a row has images, but the model of the tokenizer reads text only; drop them")
+        return self.images.paths(images)
 
     def _write(self, rows: TensorDictBase, prompts: list[torch.Tensor], turns: list[Generated]) -> TensorDictBase:
         for row, prompt, turn in zip(rows.unbind(0), prompts, turns, strict=True):

@@ -129,14 +129,16 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         return [self._request(*parts) for parts in zip(rows.unbind(0), prompts, seeds, strict=True)]
 
     def _request(self, row: TensorDictBase, prompt: torch.Tensor, seed: int) -> Request:
+        paths, ids = self._image_paths(row), prompt.tolist()
         return Request(
-            prompt=prompt.tolist(),
+            prompt=ids,
             limit=self._limit(row, len(prompt), self.context_length),
             seed=seed,
             distribution=self.distribution,
             stop_ids=self.stop_ids,
             stop_strings=self.config.stop_strings,
             session=_session(row),
+            images=self.images.spans(ids, paths) if paths else (),
         )
 
     @staticmethod
