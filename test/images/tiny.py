@@ -73,9 +73,8 @@ def build(family: str, folder, seed: int = 0):
     tower |= {"image_size": 32, "patch_size": 8}
     torch.manual_seed(seed)
     if kind == "qwen":
-        marks = dict(
-            zip(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), ids.values())
-        )
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        marks = dict(zip(names, ids.values(), strict=True))
         rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}
         vision = {"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
         if family == "qwen3_vl":

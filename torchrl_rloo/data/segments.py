@@ -60,8 +60,8 @@ def stash_segment(row: TensorDictBase) -> None:
     """Append a row's current sample to its previous ones, in place; the caller then sets the next context.
 
     ``PREVIOUS_SEGMENTS`` concatenates over the previous samples: ``tokens``, ``mask`` and ``log_probs`` (``[E]``),
-    ``sizes`` (int64, tokens of each sample) and, if the row has them, ``versions``, ``support_sizes`` (``[A]``),
-    ``support_ids`` (``[K]``), and ``images`` (``[n, 32]``) with their numbers ``image_counts``.
+    ``sizes`` (int64, tokens of each sample) and, if the row has them, ``versions``, ``support_sizes`` (``[A]``) and
+    ``support_ids`` (``[K]``). Rows with images also have ``images`` (``[n, 32]``) and their numbers ``image_counts``.
     """
     previous = row.get(keys.PREVIOUS_SEGMENTS, None)
     current = {name: row[key] for name, key in _TOKEN_ENTRIES.items()}
