@@ -134,6 +134,12 @@ class ImageEncoder:
                 self._tensors.popitem(last=False)
         return tensors
 
+    def blank(self) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model for an image without content."""
+        from PIL import Image
+
+        return self.family.process(Image.new("RGB", (64, 64), "red"))
+
     def spans(self, ids: Sequence[int], paths: Sequence[str]) -> tuple[ImageSpan, ...]:
         """Return the places of the images of a prompt."""
         places = [place for place, i in enumerate(ids) if i == self.family.image_id]
