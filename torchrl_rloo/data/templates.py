@@ -34,6 +34,8 @@ from jinja2 import TemplateError
 from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
+from torchrl_rloo.images.parts import image_paths as image_paths
+
 
 def make_mark() -> str:
     """Return a random text of private-use characters, which no conversation contains and no template looks for."""
