@@ -80,7 +80,7 @@ class ImageStore:
         elif isinstance(image, (str, os.PathLike)):
             file = _local_path(image, name)
             content = self._read(file, name)
-        elif _is_picture(image):
+        elif is_picture(image):
             content = self._encode(image, name)
         else:
             raise ImageError(f"{name} is no image: give a path, a data: URI, bytes or a PIL.Image")
@@ -206,7 +206,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _is_picture(image: Any) -> bool:
+def is_picture(image: Any) -> bool:
     """Return whether an object is a PIL image; PIL is imported only if its name says so."""
     if not any(base.__module__.startswith("PIL.") for base in type(image).__mro__):
         return False
