@@ -24,7 +24,9 @@ from torchrl_rloo.data.segments import LAST_SAMPLE_KEYS, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.pages import read_static, render_page
-from torchrl_rloo.images.parts import content_text
+from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.shown import content_text, image_label, thumbnail
+from torchrl_rloo.images.store import ImageError, ImageStore
 from torchrl_rloo.runtime.files import make_folder, write_text
 
 # Text of each token of a sequence; the texts join to the decoded sequence
@@ -250,7 +252,7 @@ def _split_context(
 ) -> list[Block]:
     """Split a run of context tokens into blocks; if a message is not found, return one block."""
     text, ends = "".join(texts), list(accumulate(map(len, texts)))
-    shown = [message for message in messages if content_text(message["content"]).strip()]
+    shown = [message for message in messages if any(_texts(message))]
     spans = _find_contents(text, shown)
     if not spans:
         return [Block(offset, messages[0]["role"] if len(messages) == 1 else "context")]
@@ -268,16 +270,24 @@ def _find_contents(text: str, messages: Messages) -> list[tuple[int, int]]:
     """Return the span of each message's content in a text, in order; empty if one is not found."""
     spans, position = [], 0
     for message in messages:
-        whole = content_text(message["content"]).strip()
-        for content in (whole, whole.rpartition("</think>")[2].strip()):  # templates drop earlier thinking
-            at = text.find(content, position)
-            if content and at >= 0:
-                break
-        else:
-            return []
-        position = at + len(content)
-        spans.append((at, position))
+        start = None
+        for whole in filter(None, _texts(message)):
+            for content in (whole, whole.rpartition("</think>")[2].strip()):  # templates drop earlier thinking
+                at = text.find(content, position)
+                if content and at >= 0:
+                    break
+            else:
+                return []
+            start, position = at if start is None else start, at + len(content)
+        spans.append((start, position))
     return spans
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    """Return the texts of a message: its content, or those between its images."""
+    content = message["content"]
+    parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    return [str(part).strip() for part in parts if part is not None]
 
 
 def _find_message_start(special: Sequence[bool], start: int, end: int) -> int:
@@ -319,6 +329,7 @@ def write_transcripts(
 
     The page lists, sorts and filters the conversations, and shows the exact tokens of each, with action mask,
     log-probs, rewards and advantages. Markup in completions is shown as text. A row of 1,000 tokens takes about 15 kB.
+    Thumbnails stand in the places of images; one that is missing or changed is shown as a text.
 
     Args:
         path: HTML file to write; its directory is created if missing.
@@ -352,6 +363,7 @@ def write_transcripts(
         "stop_reasons": STOP_REASONS,
         "total": len(rows),
         "vocabulary": reader.vocabulary(),
+        "images": reader.images,
         "rows": entries,
     }
     make_folder(Path(path).parent)
@@ -371,6 +383,8 @@ class _Reader:
     def __init__(self, tokenizer):
         self.texts = TokenTexts(tokenizer)
         self.used: set[int] = set()
+        self.images: dict[str, dict[str, str | None]] = {}  # label and thumbnail by hash
+        self.encoder = encoder_of(tokenizer)
 
     def entry(self, row: TensorDictBase, place: int) -> dict[str, Any]:
         """Return the data of a row for the page."""
@@ -420,6 +434,8 @@ class _Reader:
             "texts": {i: text for i, text in enumerate(texts) if text != self.texts.token_text(ids[i])},
         }
         # Entries that only some rows have
+        if (images := row.get(keys.IMAGES, None)) is not None and len(images):
+            part["images"] = self._show_images(ids, images)
         names = {"log_probs": keys.LOG_PROBS, "ref_log_probs": keys.REF_LOG_PROBS}
         for name, key in (names | {"new_log_probs": keys.PROXIMAL_LOG_PROBS}).items():
             if (values := row.get(key, None)) is not None:
@@ -431,6 +447,23 @@ class _Reader:
         if (rewards := row.get(keys.TOKEN_REWARDS, None)) is not None:
             part["token_rewards"] = {i: _to_plain(r) for i, r in enumerate(rewards.tolist()) if r != 0}
         return part
+
+    def _show_images(self, ids: list[int], images: torch.Tensor) -> list[list[Any]]:
+        """Return ``[start, end, hash]`` of each image; start and end are 0 where its tokens are not known."""
+        store = ImageStore() if self.encoder is None else self.encoder.store
+        hashes = [bytes(image).hex() for image in images.tolist()]
+        try:
+            paths = [str(store.path(name)) for name in hashes]
+            places = [] if self.encoder is None else [(s.start, s.stop) for s in self.encoder.spans(ids, paths)]
+        except ValueError:  # an image is missing, or the row has other tokens
+            places = []
+        for name in set(hashes) - self.images.keys():
+            try:
+                path = str(store.path(name))
+                self.images[name] = {"label": image_label(path), "picture": thumbnail(path)}
+            except ImageError:
+                self.images[name] = {"label": f"[image missing {name[:8]}]", "picture": None}
+        return [[*place, name] for place, name in zip(places or [(0, 0)] * len(hashes), hashes, strict=True)]
 
     def _prompt_snippet(self, row: TensorDictBase, query: Any) -> str:
         if is_conversation(query):

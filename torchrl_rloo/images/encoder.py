@@ -105,7 +105,7 @@ class ImageEncoder:
         """Return width and height of an image."""
         digest = digest_of(path)
         if digest not in self._sizes:
-            self._sizes[digest] = _upright_size(path)
+            self._sizes[digest] = upright_size(path)
         return self._sizes[digest]
 
     def paths(self, images: torch.Tensor | None) -> list[str]:
@@ -166,7 +166,7 @@ def digests(paths: Sequence[str]) -> torch.Tensor:
     return torch.tensor([list(bytes.fromhex(digest_of(path))) for path in paths], dtype=torch.uint8)
 
 
-def _upright_size(path: str) -> tuple[int, int]:
+def upright_size(path: str) -> tuple[int, int]:
     """Read width and height from the header of a file; ``ImageStore.load`` later checks its bytes."""
     from PIL import Image
 

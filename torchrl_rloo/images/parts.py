@@ -17,13 +17,6 @@ def image_paths(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     return [part["url"] for content in contents for part in content if part.get("type") == "image"]
 
 
-def content_text(content: Any) -> str:
-    """Return the content of a message for a reader of text, with ``[image]`` in place of each image."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join("[image]" if _is_image(part) else str(part.get("text")) for part in content)
-
-
 def has_parts(query: Any) -> bool:
     """Return whether a prompt has a message whose content is a list of parts."""
     if not isinstance(query, list | tuple):

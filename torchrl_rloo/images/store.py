@@ -79,7 +79,7 @@ class ImageStore:
         elif isinstance(image, (str, os.PathLike)):
             file = Path(base or "") / _local_path(image, name)
             content = _read(file, name, 8 * self.max_pixels)
-        elif (pil := sys.modules.get("PIL.Image")) is not None and isinstance(image, pil.Image):
+        elif is_picture(image):
             self._check_size(image, name)
             buffer = io.BytesIO()
             _to_rgb(image, name).save(buffer, "PNG", compress_level=1)  # depends on the pixels alone
@@ -170,6 +170,11 @@ def describe(image: Any) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def is_picture(image: Any) -> bool:
+    """Return whether an object is a PIL image, without an import of PIL."""
+    return (pil := sys.modules.get("PIL.Image")) is not None and isinstance(image, pil.Image)
 
 
 def _decode_data_uri(uri: str, name: str) -> bytes:

@@ -14,9 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_rloo.images.parts import content_text
-from torchrl_rloo.rewards.protocol import final_text, take_columns
-from torchrl_rloo.rewards.remote import JsonEndpoint, JsonSession, RemoteRewardError, gather_all
+from torchrl_rloo.rewards.protocol import content_text, final_text, take_columns
+from torchrl_rloo.rewards.remote import JsonEndpoint, JsonSession, RemoteRewardError, gather_all, with_data
 
 _log = logging.getLogger(__name__)
 
@@ -176,6 +175,8 @@ class LLMJudge:
     The prompt requests the reply ``{"reason": ..., "score": ...}``, which is parsed leniently. A reply without a score
     on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request.
 
+    Images of the prompt follow the rubric's text as ``data:`` URIs, for which the judge must be a model that sees them.
+
     A row without a score gets NaN, which counts as a failure of this reward, not as an abstention. One warning per call
     names the rows and reasons. Errors that concern all rows raise: 401, 403, 404, 405, a redirect, a missing key.
 
@@ -277,22 +278,35 @@ class LLMJudge:
         take_columns(self.__name__, sorted(set(self.columns.values())), columns)
         # Ask the judge once per distinct request
         bodies = [self._body(prompts[i], completions[i], columns, i) for i in range(len(completions))]
-        keys = [json.dumps(body, sort_keys=True) for body in bodies]
-        asked = await self._ask_all(dict(zip(keys, bodies, strict=True)))
-        verdicts = [asked[key] for key in keys]
+        keys = [body if isinstance(body, Verdict) else json.dumps(body, sort_keys=True) for body in bodies]
+        asked = await self._ask_all({k: body for k, body in zip(keys, bodies, strict=True) if isinstance(k, str)})
+        verdicts = [key if isinstance(key, Verdict) else asked[key] for key in keys]
         # Report failures, reasons and metrics
         self._warn(verdicts)
         if log_extra is not None:
             log_extra(f"{self.__name__}_reason", [verdict.reason for verdict in verdicts])
         if log_metric is not None and keys:
             log_metric(f"{self.__name__}/failed", sum(math.isnan(v.score) for v in verdicts) / len(keys))
-            log_metric(f"{self.__name__}/seconds", sum(v.seconds for v in asked.values()) / len(asked))
+            log_metric(f"{self.__name__}/seconds", sum(v.seconds for v in asked.values()) / max(1, len(asked)))
         return [verdict.score for verdict in verdicts]
 
-    def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
+    def _body(
+        self, prompt: Any, completion: Any, columns: Mapping[str, Sequence[Any]], i: int
+    ) -> dict[str, Any] | Verdict:
+        """Return the request of a row, or the verdict on one whose images are missing."""
         values = {"prompt": _transcript(prompt), "completion": final_text(completion)}
         values |= {placeholder: str(columns[column][i]) for placeholder, column in self.columns.items()}
-        return {**self.body, "messages": judge_messages(self.rubric, values, self.scale, self.max_chars)}
+        messages = judge_messages(self.rubric, values, self.scale, self.max_chars)
+        if "{prompt}" in self.rubric and not isinstance(prompt, str):
+            try:
+                contents = [message.get("content") for message in with_data(prompt)]
+            except ValueError as error:
+                return Verdict(math.nan, f"{_UNSCORED}{error}")
+            parts = [part for content in contents if isinstance(content, list) for part in content]
+            images = [{"type": "image_url", "image_url": {"url": p["url"]}} for p in parts if p["type"] == "image"]
+            text = messages[-1]["content"]
+            messages[-1]["content"] = [{"type": "text", "text": text}, *images] if images else text
+        return {**self.body, "messages": messages}
 
     async def _ask_all(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, Verdict]:
         if not requests:

@@ -256,8 +256,17 @@ def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
         return completion
     for message in reversed(completion):
         if message.get("role", "assistant") == "assistant":
-            return message.get("content") or ""  # content is None or missing in a message of tool calls
+            return content_text(message.get("content"))  # None or missing in a message of tool calls
     return ""
+
+
+def content_text(content: Any) -> str:
+    """Return a message's content as text, with a label such as ``[image 64x48 1a2b3c4d]`` for each image."""
+    if not isinstance(content, list | tuple):
+        return "" if content is None else str(content)
+    from torchrl_rloo.images.shown import content_text as text_of_parts  # imports torch, which few workers need
+
+    return text_of_parts(content)
 
 
 def check_column(column: str) -> str:

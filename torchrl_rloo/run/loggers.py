@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchrl.record.loggers import MLFlowLogger, TensorboardLogger, WandbLogger
 from torchrl.record.loggers.common import Logger
 from torchrl.record.loggers.trackio import TrackioLogger
+
+from torchrl_rloo.images.shown import image_label
+from torchrl_rloo.images.store import ImageError, ImageStore
 
 Records = Sequence[dict[str, Any]]
 LOGGER_FILES = ("tensorboard", "mlflow", "mlflow.db")  # names in the directory that libraries write to
@@ -47,6 +51,24 @@ class SteppedTrackioLogger(TrackioLogger):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None, **kwargs: Any) -> dict[str, Any]:
         self.experiment.log(dict(metrics), step=step)
         return metrics
+
+
+def log_images(logger: Logger, name: str, paths: Sequence[str], step: int) -> None:
+    """Log images of a store to TensorBoard and W&B; other loggers have no images, and missing ones are left out."""
+    pictures = []
+    for path in paths:
+        with suppress(ImageError):
+            pictures.append((image_label(path), ImageStore().load(path)))
+    if isinstance(logger, TensorboardLogger):
+        import numpy as np
+
+        for k, (_, picture) in enumerate(pictures):
+            logger.experiment.add_image(f"{name}/{k}", np.asarray(picture), global_step=step, dataformats="HWC")
+    elif isinstance(logger, WandbLogger) and pictures:
+        import wandb
+
+        images = [wandb.Image(picture, caption=label) for label, picture in pictures]
+        logger.experiment.log({name: images}, commit=False)  # the next metrics advance the step
 
 
 def _tensorboard(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:

@@ -259,6 +259,8 @@ class Tool:
             turn run concurrently. True by default for tools with a state.
         state_key: key of the state in a trajectory; the name by default. Tools with the same key share one state, which
             any of them may open or close, and one order of calls.
+        returns_images: True if the tool is known to return images. It is then an error before the run if the chat
+            template cannot show them.
 
     Raises:
         ValueError: if the name, schema or limit is invalid.
@@ -291,6 +293,7 @@ class Tool:
         self.name, self.description, self.parameters, self.timeout = name, description, dict(parameters), timeout
         self.sequential = type(self).open is not Tool.open
         self.state_key: Hashable = name
+        self.returns_images = False
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -304,6 +307,9 @@ class Tool:
 
     def call(self, state: Any, /, **arguments: Any) -> Any:
         """Run one call of the policy; return a string for it, or any value that JSON can represent.
+
+        Images are a ``PIL.Image``, a part ``{"type": "image", "url": "data:..."}``, or a list with some of both and of
+        texts. A result has at most 8 of them. One that cannot be read becomes a text that says so.
 
         ``state`` is that of :meth:`open`, and the arguments fit the schema. The policy sees the message of a
         :class:`ToolError`, and the type and message of other errors.
