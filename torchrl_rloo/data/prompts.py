@@ -216,8 +216,8 @@ def load_prompts(
         template_kwargs: arguments of the chat template.
         max_prompt_length: largest number of tokens, template included. Longer prompts are dropped. None disables it.
         limit: number of rows to read from the start. None reads all.
-        images: store of the images, or its folder. None is :class:`~torchrl_rloo.images.ImageStore` in the user's
-            cache. Relative paths start from the folder of the source's file.
+        images: store of the images, or its folder. None is that of the tokenizer, else
+            :class:`~torchrl_rloo.images.ImageStore` in the user's cache. Relative paths start from the source's folder.
 
     Raises:
         FileNotFoundError: if ``source`` is neither a local path nor a reachable hub dataset.
@@ -244,6 +244,8 @@ def load_prompts(
     # Read rows and turn prompts into messages
     located = islice(read_source(source, split, name), limit)
     located = located if row_map is None else _mapped(located, row_map)
+    if images is None:
+        images = getattr(getattr(tokenizer, "images", None), "store", None)  # of a vision-language model
     store = images if isinstance(images, ImageStore) else ImageStore(images)
     add_image = partial(store.add, base=source_folder(source))
     rows, unreadable = _rows(located, prompt_column, column_map or {}, columns, add_image)
