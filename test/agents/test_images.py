@@ -10,9 +10,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from images.tiny import build, picture
 
 from support.agent_sessions import largest_difference
+from support.vision_models import build, picture
 from torchrl_rloo.agents import PolicyEndpoint
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from images.tiny import FAMILIES, build, picture
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from support.vision_models import FAMILIES, build, picture
 from torchrl_rloo.data import encode_preferences, keys, tensor_rows
 from torchrl_rloo.data.preferences import encode_demonstrations, mismatched_rows
 from torchrl_rloo.data.prompts import PromptDataset
@@ -18,7 +18,8 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.engines import TransformersEngine
 from torchrl_rloo.envs.tools.browser import Page
 from torchrl_rloo.envs.transforms import UserSimulator
-from torchrl_rloo.images.shown import data_uri, image_label
+from torchrl_rloo.images.parts import image_label
+from torchrl_rloo.images.shown import data_uri
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.heads import RewardModel, ValueHead, encode_pairs
 from torchrl_rloo.objectives import SFTLoss

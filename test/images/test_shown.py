@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from images.tiny import build, picture
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensordict import NonTensorData, TensorDict
 
+from support.vision_models import build, picture
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.packed import pack_rows, unpack_rows
 from torchrl_rloo.data.rows import stack_rows
@@ -25,7 +25,8 @@ from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.evaluation.evaluation import completion_table
 from torchrl_rloo.images import ImageStore
 from torchrl_rloo.images.encoder import digests
-from torchrl_rloo.images.shown import content_text, data_uri, image_label, join_contents, thumbnail
+from torchrl_rloo.images.parts import content_text, image_label, join_contents
+from torchrl_rloo.images.shown import data_uri, thumbnail
 from torchrl_rloo.images.store import ImageError, digest_of
 from torchrl_rloo.replay import RolloutFiles, RolloutWriter
 from torchrl_rloo.rewards.protocol import final_text

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from images.tiny import SHOWN, build, picture
 from PIL import Image
 
+from support.vision_models import SHOWN, build, picture
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, tensor_rows
 from torchrl_rloo.data.prompts import PromptDataset

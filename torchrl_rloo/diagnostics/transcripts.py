@@ -25,7 +25,8 @@ from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.images.encoder import encoder_of
-from torchrl_rloo.images.shown import content_text, image_label, thumbnail
+from torchrl_rloo.images.parts import content_text, image_label
+from torchrl_rloo.images.shown import thumbnail
 from torchrl_rloo.images.store import ImageError, ImageStore
 from torchrl_rloo.runtime.files import make_folder, write_text
 
