@@ -18,10 +18,12 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.engines import TransformersEngine
 from torchrl_rloo.envs.tools.browser import Page
 from torchrl_rloo.envs.transforms import UserSimulator
-from torchrl_rloo.images.shown import data_uri, image_label
+from torchrl_rloo.images.parts import image_label
+from torchrl_rloo.images.shown import data_uri
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.heads import RewardModel, ValueHead, encode_pairs
 from torchrl_rloo.objectives import SFTLoss
+from torchrl_rloo.objectives.preference import PreferenceLoss
 from torchrl_rloo.rewards.classifier import scored_ids
 from torchrl_rloo.rewards.remote import RemoteScorer
 
@@ -56,6 +58,8 @@ def test_demonstrations_and_preferences_keep_their_images(family: str, tmp_path)
     encoded = encode_preferences(pairs, tokenizer)
     assert torch.equal(encoded[1]["chosen", keys.IMAGES], rows[1][keys.IMAGES])
     assert torch.equal(encoded[1]["rejected", keys.IMAGES], rows[1][keys.IMAGES])
+    loss = PreferenceLoss(scorer, "simpo")(encoded).loss_preference
+    assert torch.isfinite(loss)
     mixed = mismatched_rows(rows[:2])
     scorer.score(stack_rows([mixed[0], mixed[1]]))  # image tokens are those of the images
     assert torch.equal(mixed[0][keys.IMAGES], rows[0][keys.IMAGES])

@@ -25,7 +25,8 @@ from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.evaluation.evaluation import completion_table
 from torchrl_rloo.images import ImageStore
 from torchrl_rloo.images.encoder import digests
-from torchrl_rloo.images.shown import content_text, data_uri, image_label, join_contents, thumbnail
+from torchrl_rloo.images.parts import content_text, image_label, join_contents
+from torchrl_rloo.images.shown import data_uri, thumbnail
 from torchrl_rloo.images.store import ImageError, digest_of
 from torchrl_rloo.replay import RolloutFiles, RolloutWriter
 from torchrl_rloo.rewards.protocol import final_text
@@ -108,13 +109,13 @@ def test_transcripts_show_thumbnails_in_the_places_of_images(family: str, tmp_pa
     assert part["images"] == [[span.start, span.stop, name] for span in spans]
     assert data["rows"][0]["prompt"] == f"What <b>is</b> it?{image_label(path)}"
     assert [block[1] for block in part["blocks"]][0] == "user"
-    # Without the encoder, their places are not known; without the file, there is only a text
+    # Without the encoder, their places are not known; without messages, neither are their files
     tokenizer.images = None
-    store_of_page = ImageStore()
-    assert data_of(write_transcripts(tmp_path / "page.html", [row], tokenizer))["rows"][0]["parts"][0]["images"] == (
-        [[0, 0, name]] * 2
-    )
-    assert not store_of_page.folder.exists()
+    plain = data_of(write_transcripts(tmp_path / "page.html", [row], tokenizer))
+    assert plain["images"] == data["images"] and plain["rows"][0]["parts"][0]["images"] == [[0, 0, name]] * 2
+    row = row.exclude(keys.QUERY, keys.COMPLETION)
+    bare = data_of(write_transcripts(tmp_path / "page.html", [row], tokenizer))
+    assert bare["images"] == {name: {"label": f"[image missing {name[:8]}]", "picture": None}}
 
 
 def test_a_missing_image_is_a_text_in_a_page(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.images import ImageStore
+from torchrl_rloo.images.parts import image_label, image_paths
 from torchrl_rloo.images.store import _to_rgb
 from torchrl_rloo.rewards.executors import InlineExecutor, ProcessExecutor, ThreadExecutor
 from torchrl_rloo.rewards.judge import _transcript
@@ -118,8 +119,9 @@ def test_a_column_of_another_source_comes_first(batch):
 
 
 def test_judges_of_text_read_marks(batch):
-    assert _transcript(batch.prompts[0]) == "[image][image]a"
-    assert _transcript([{"role": "system", "content": "s"}, *batch.prompts[0]]) == "system: s\n\nuser: [image][image]a"
+    shown = "".join(map(image_label, image_paths(batch.prompts[0])))
+    assert _transcript(batch.prompts[0]) == f"{shown}a"
+    assert _transcript([{"role": "system", "content": "s"}, *batch.prompts[0]]) == f"system: s\n\nuser: {shown}a"
 
 
 def test_text_prompts_have_no_images():

@@ -160,12 +160,6 @@ def _with_image(row: TensorDictBase) -> torch.Tensor:
     return torch.cat([first, tokens[1:]])
 
 
-def refuse_images(rows: TensorDictBase, caller: str) -> None:
-    """Raise if a row has images, for callers that see ids only."""
-    if any((images := entry_of(row, keys.IMAGES)) is not None and len(images) for row in rows.unbind(0)):
-        raise ValueError(f"{caller} reads text only, but the rows have images under {keys.IMAGES!r}; use rows of text")
-
-
 def tensor_rows(rows: TensorDictBase) -> TensorDictBase:
     """Return the rows as plain TensorDicts without text, as a replay buffer and a loss need them.
 

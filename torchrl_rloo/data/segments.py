@@ -34,7 +34,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, entry_of, make_non_tensor, make_tensorclass_like, stack_rows
+from torchrl_rloo.data.rows import copy_row, entry_of, make_non_tensor, make_tensorclass_like, stack_rows, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row
 
 # Entries about samples, which a step copies from the row to its "next"
@@ -163,6 +163,12 @@ def refuse_segments(row: TensorDictBase, caller: str) -> None:
             f"{len(row[keys.PREVIOUS_SEGMENTS]['sizes'])} more samples under {keys.PREVIOUS_SEGMENTS!r}; "
             f"use ChatEnv(on_rewrite='keep'), or remove {caller}"
         )
+
+
+def refuse_images(rows: TensorDictBase, caller: str) -> None:
+    """Raise if a row has images, for callers that see ids only."""
+    if any((images := entry_of(row, keys.IMAGES)) is not None and len(images) for row in to_lazy_stack(rows).unbind(0)):
+        raise ValueError(f"{caller} reads text only, but the rows have images under {keys.IMAGES!r}; use rows of text")
 
 
 def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:

@@ -35,8 +35,7 @@ from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
 from torchrl_rloo.images.encoder import encoder_of
-from torchrl_rloo.images.parts import image_paths
-from torchrl_rloo.images.shown import join_contents
+from torchrl_rloo.images.parts import image_paths, join_contents
 
 
 def make_mark() -> str:

@@ -23,7 +23,8 @@ from torchrl_rloo.diagnostics.curves import EVAL_DETAILS, Series, match_names, r
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.waiting import Waits, join_entries, summarize_waits
 from torchrl_rloo.functional.statistics import Interval
-from torchrl_rloo.images.shown import image_label, thumbnail
+from torchrl_rloo.images.parts import image_label
+from torchrl_rloo.images.shown import thumbnail
 from torchrl_rloo.runtime.files import SAFE_FLAGS, make_folder, write_text
 from torchrl_rloo.runtime.masking import mask_command, mask_settings
 

@@ -7,6 +7,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ctypes import c_float
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -25,8 +26,9 @@ from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.images.encoder import encoder_of
-from torchrl_rloo.images.shown import content_text, image_label, thumbnail
-from torchrl_rloo.images.store import ImageError, ImageStore
+from torchrl_rloo.images.parts import content_text, image_label, image_paths
+from torchrl_rloo.images.shown import thumbnail
+from torchrl_rloo.images.store import ImageStore, digest_of
 from torchrl_rloo.runtime.files import make_folder, write_text
 
 # Text of each token of a sequence; the texts join to the decoded sequence
@@ -384,7 +386,7 @@ class _Reader:
         self.texts = TokenTexts(tokenizer)
         self.used: set[int] = set()
         self.images: dict[str, dict[str, str | None]] = {}  # label and thumbnail by hash
-        self.encoder = encoder_of(tokenizer)
+        self.encoder, self.paths = encoder_of(tokenizer), {}  # paths of images by hash
 
     def entry(self, row: TensorDictBase, place: int) -> dict[str, Any]:
         """Return the data of a row for the page."""
@@ -392,6 +394,9 @@ class _Reader:
         query = query if query is None else row[keys.QUERY]
         completion = completion if completion is None else row[keys.COMPLETION]
         # Split the row into samples: a template that rewrites the past makes several
+        messages = [m for part in (query, completion) if is_conversation(part) for m in part]
+        with suppress(ValueError, KeyError):  # an image that is not in a store
+            self.paths |= {digest_of(path): path for path in image_paths(messages)}
         parts, turns = [], 0
         for sample in _split_samples(row):
             parts.append(self._part(sample, group_contexts(query, completion, before=turns)))
@@ -451,18 +456,15 @@ class _Reader:
     def _show_images(self, ids: list[int], images: torch.Tensor) -> list[list[Any]]:
         """Return ``[start, end, hash]`` of each image; start and end are 0 where its tokens are not known."""
         store = ImageStore() if self.encoder is None else self.encoder.store
-        hashes = [bytes(image).hex() for image in images.tolist()]
-        try:
-            paths = [str(store.path(name)) for name in hashes]
-            places = [] if self.encoder is None else [(s.start, s.stop) for s in self.encoder.spans(ids, paths)]
-        except ValueError:  # an image is missing, or the row has other tokens
-            places = []
+        hashes, places = [bytes(image).hex() for image in images.tolist()], []
+        with suppress(ValueError):  # an image is missing, or the row has other tokens
+            self.paths |= {name: str(store.path(name)) for name in hashes if name not in self.paths}
+            if self.encoder is not None:
+                spans = self.encoder.spans(ids, [self.paths[name] for name in hashes])
+                places = [(span.start, span.stop) for span in spans]
         for name in set(hashes) - self.images.keys():
-            try:
-                path = str(store.path(name))
-                self.images[name] = {"label": image_label(path), "picture": thumbnail(path)}
-            except ImageError:
-                self.images[name] = {"label": f"[image missing {name[:8]}]", "picture": None}
+            path = self.paths.get(name, str(store.folder / f"{name}.png"))
+            self.images[name] = {"label": image_label(path), "picture": thumbnail(path)}
         return [[*place, name] for place, name in zip(places or [(0, 0)] * len(hashes), hashes, strict=True)]
 
     def _prompt_snippet(self, row: TensorDictBase, query: Any) -> str:

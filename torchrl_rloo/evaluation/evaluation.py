@@ -22,7 +22,7 @@ from torchrl_rloo.data.templates import image_paths
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.evaluation.result import EvaluatedSample, EvaluationResult, EvaluationSettings
-from torchrl_rloo.images.shown import content_text
+from torchrl_rloo.images.parts import content_text
 from torchrl_rloo.modules import Scorer, TurnPolicy, record_log_probs
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.matching import extract_answer, final_answer

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrl_rloo.images.families import FAMILIES
-from torchrl_rloo.images.store import ImageError, ImageStore, digest_of
+from torchrl_rloo.images.store import ImageError, ImageStore, digest_of, upright_size
 
 CACHE_BYTES = 2**30  # of the tensors of images that are kept for further passes
 
@@ -164,19 +164,6 @@ class ImageEncoder:
 def digests(paths: Sequence[str]) -> torch.Tensor:
     """Return the SHA-256 of stored images as uint8 ``[n, 32]``."""
     return torch.tensor([list(bytes.fromhex(digest_of(path))) for path in paths], dtype=torch.uint8)
-
-
-def upright_size(path: str) -> tuple[int, int]:
-    """Read width and height from the header of a file; ``ImageStore.load`` later checks its bytes."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-            turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientation
-    except Exception as error:
-        raise ImageError(f"image {path!r} cannot be read: {error}; restore the file") from error
-    return (height, width) if turned else (width, height)
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchrl_rloo.images.store import describe
+from torchrl_rloo.images.store import ImageError, describe, digest_of, upright_size
 
 _FIELDS = ("image", "url", "path", "base64", "image_url")  # of a part, the first with a value is its image
 _KNOWN = {"type", "text", "mime_type", *_FIELDS}
@@ -15,6 +15,36 @@ def image_paths(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the paths of the images of messages, in order; each is ``{"type": "image", "url": <path>}``."""
     contents = [content for message in messages if isinstance(content := message.get("content"), list)]
     return [part["url"] for content in contents for part in content if part.get("type") == "image"]
+
+
+def image_label(url: Any) -> str:
+    """Return the text that stands for a stored image, such as ``[image 64x48 1a2b3c4d]``."""
+    try:
+        digest = digest_of(url)[:8]
+    except ImageError:
+        return "[image that is not in a store]"
+    try:
+        return "[image {}x{} {}]".format(*upright_size(url), digest)
+    except ImageError:
+        return f"[image missing {digest}]"
+
+
+def content_text(content: Any) -> str:
+    """Return the content of a message as text, with a label for each image; None is empty."""
+    if isinstance(content, list | tuple):
+        return "".join(image_label(part.get("url")) if _is_image(part) else part.get("text") or "" for part in content)
+    return "" if content is None else str(content)
+
+
+def join_contents(*contents: Any, between: str = "") -> Any:
+    """Join the contents of messages: texts to a text, and texts and images to parts."""
+    if all(isinstance(content, str) for content in contents):
+        return between.join(contents)
+    parts: list[dict[str, Any]] = []
+    for k, content in enumerate(contents):
+        parts += [{"type": "text", "text": between}] if k and between else []
+        parts += content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return parts
 
 
 def has_parts(query: Any) -> bool:

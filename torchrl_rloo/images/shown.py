@@ -8,42 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.images.encoder import ImageEncoder, upright_size
-from torchrl_rloo.images.store import SUFFIXES, ImageError, ImageStore, describe, digest_of, is_picture
+from torchrl_rloo.images.encoder import ImageEncoder
+from torchrl_rloo.images.parts import content_text
+from torchrl_rloo.images.store import SUFFIXES, ImageError, ImageStore, describe, is_picture
 
 MAX_IMAGES = 8  # of a tool's result
 _EDGE = 224  # largest width and height of a thumbnail, in pixels
 _MIME = {suffix: f"image/{name.lower()}" for name, suffix in SUFFIXES.items() if name != "MPO"}
-
-
-def image_label(url: Any) -> str:
-    """Return the text that stands for a stored image, such as ``[image 64x48 1a2b3c4d]``."""
-    try:
-        digest = digest_of(url)[:8]
-    except ImageError:
-        return "[image that is not in a store]"
-    try:
-        return "[image {}x{} {}]".format(*upright_size(url), digest)
-    except ImageError:
-        return f"[image missing {digest}]"
-
-
-def content_text(content: Any) -> str:
-    """Return the content of a message as text, with a label for each image; None is empty."""
-    if isinstance(content, list | tuple):
-        return "".join(image_label(part.get("url")) if _is_image(part) else part.get("text") or "" for part in content)
-    return "" if content is None else str(content)
-
-
-def join_contents(*contents: Any, between: str = "") -> Any:
-    """Join the contents of messages: texts to a text, and texts and images to parts."""
-    if all(isinstance(content, str) for content in contents):
-        return between.join(contents)
-    parts: list[dict[str, Any]] = []
-    for k, content in enumerate(contents):
-        parts += [{"type": "text", "text": between}] if k and between else []
-        parts += content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    return parts
 
 
 def data_uri(path: str) -> str:

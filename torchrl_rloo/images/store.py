@@ -173,8 +173,21 @@ def _one_line(error: Exception) -> str:
 
 
 def is_picture(image: Any) -> bool:
-    """Return whether an object is a PIL image, without an import of PIL."""
+    """Return whether an object is a PIL image, without importing PIL."""
     return (pil := sys.modules.get("PIL.Image")) is not None and isinstance(image, pil.Image)
+
+
+def upright_size(path: str) -> tuple[int, int]:
+    """Read width and height from the header of a stored file; :meth:`ImageStore.load` later checks its bytes."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            turned = image.getexif().get(_ORIENTATION, 1) >= 5
+    except Exception as error:
+        raise ImageError(f"image {path!r} cannot be read: {error}; restore the file") from error
+    return (height, width) if turned else (width, height)
 
 
 def _decode_data_uri(uri: str, name: str) -> bytes:

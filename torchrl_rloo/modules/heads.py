@@ -13,16 +13,8 @@ from torch import nn
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.preferences import CHOSEN, MARGIN, REJECTED
-from torchrl_rloo.data.rows import (
-    ActionTokens,
-    action_tokens,
-    pad,
-    place_actions,
-    ragged,
-    refuse_images,
-    stack_rows,
-    to_lazy_stack,
-)
+from torchrl_rloo.data.rows import ActionTokens, action_tokens, pad, place_actions, ragged, stack_rows, to_lazy_stack
+from torchrl_rloo.data.segments import refuse_images
 from torchrl_rloo.engines.root import call_root, is_distributed
 from torchrl_rloo.modules.policies import recompute_in_eval
 from torchrl_rloo.rewards.classifier import scored_ids
@@ -68,11 +60,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def score(self, rows: TensorDictBase) -> torch.Tensor:
-        """Score rows with token ids, batch size ``[B]``; return float32 ``[B]``, with gradient if enabled.
-
-        Rows with images are refused with ``ValueError``.
-        """
-        refuse_images(to_lazy_stack(rows), "RewardModel")
+        """Score rows of text, batch size ``[B]``; return float32 ``[B]``, with gradient if enabled."""
+        refuse_images(rows, "RewardModel")
         tokens = ragged(rows, keys.TOKENS)
         lengths = torch.tensor([len(t) for t in tokens])
         ids = pad(tokens, self.model.config.get_text_config().pad_token_id)
@@ -229,7 +218,7 @@ class ValueHead(nn.Module):
         Raises:
             ValueError: if a row has images.
         """
-        refuse_images(to_lazy_stack(rows), "ValueHead")
+        refuse_images(rows, "ValueHead")
         return call_root(self, self._values, rows)
 
     def _values(self, rows: TensorDictBase) -> tuple[torch.Tensor, ActionTokens]:

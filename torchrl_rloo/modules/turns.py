@@ -22,7 +22,7 @@ from torchrl_rloo.data.templates import decode_response, encode_prompt, from_his
 from torchrl_rloo.engines.generation import Generated, GenerationConfig
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support
 from torchrl_rloo.images.encoder import encoder_of
-from torchrl_rloo.images.shown import join_contents
+from torchrl_rloo.images.parts import join_contents
 
 
 class TurnPolicy(LLMWrapperBase):

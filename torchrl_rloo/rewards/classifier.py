@@ -199,7 +199,8 @@ def scored_ids(tokenizer: Any, prompt: Any, completion: Any, **template_kwargs: 
     Prompt and completion are both texts, else ``TypeError``, or both messages, which require a chat template and may
     have no images, else ``ValueError``.
     """
-    from torchrl_rloo.data.templates import encode_messages, image_paths, join_conversation
+    from torchrl_rloo.data.templates import encode_messages, join_conversation
+    from torchrl_rloo.images.parts import image_paths
 
     if isinstance(prompt, str) and isinstance(completion, str):
         return list(tokenizer(prompt + completion)["input_ids"])

@@ -278,34 +278,26 @@ class LLMJudge:
         take_columns(self.__name__, sorted(set(self.columns.values())), columns)
         # Ask the judge once per distinct request
         bodies = [self._body(prompts[i], completions[i], columns, i) for i in range(len(completions))]
-        keys = [body if isinstance(body, Verdict) else json.dumps(body, sort_keys=True) for body in bodies]
-        asked = await self._ask_all({k: body for k, body in zip(keys, bodies, strict=True) if isinstance(k, str)})
-        verdicts = [key if isinstance(key, Verdict) else asked[key] for key in keys]
+        keys = [json.dumps(body, sort_keys=True) for body in bodies]
+        asked = await self._ask_all(dict(zip(keys, bodies, strict=True)))
+        verdicts = [asked[key] for key in keys]
         # Report failures, reasons and metrics
         self._warn(verdicts)
         if log_extra is not None:
             log_extra(f"{self.__name__}_reason", [verdict.reason for verdict in verdicts])
         if log_metric is not None and keys:
             log_metric(f"{self.__name__}/failed", sum(math.isnan(v.score) for v in verdicts) / len(keys))
-            log_metric(f"{self.__name__}/seconds", sum(v.seconds for v in asked.values()) / max(1, len(asked)))
+            log_metric(f"{self.__name__}/seconds", sum(v.seconds for v in asked.values()) / len(asked))
         return [verdict.score for verdict in verdicts]
 
-    def _body(
-        self, prompt: Any, completion: Any, columns: Mapping[str, Sequence[Any]], i: int
-    ) -> dict[str, Any] | Verdict:
-        """Return the request of a row, or the verdict on one whose images are missing."""
+    def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
         values = {"prompt": _transcript(prompt), "completion": final_text(completion)}
         values |= {placeholder: str(columns[column][i]) for placeholder, column in self.columns.items()}
         messages = judge_messages(self.rubric, values, self.scale, self.max_chars)
-        if "{prompt}" in self.rubric and not isinstance(prompt, str):
-            try:
-                contents = [message.get("content") for message in with_data(prompt)]
-            except ValueError as error:
-                return Verdict(math.nan, f"{_UNSCORED}{error}")
-            parts = [part for content in contents if isinstance(content, list) for part in content]
-            images = [{"type": "image_url", "image_url": {"url": p["url"]}} for p in parts if p["type"] == "image"]
-            text = messages[-1]["content"]
-            messages[-1]["content"] = [{"type": "text", "text": text}, *images] if images else text
+        contents = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m["content"], list)]
+        images = [part for content in contents for part in content if part["type"] == "image"]
+        if images and "{prompt}" in self.rubric:
+            messages[-1]["content"] = [{"type": "text", "text": messages[-1]["content"]}, *images]
         return {**self.body, "messages": messages}
 
     async def _ask_all(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, Verdict]:
@@ -333,7 +325,7 @@ class LLMJudge:
 
     async def _ask_with_reminders(self, session: JsonSession, body: dict[str, Any]) -> tuple[float, str]:
         """Return the score on the scale and the reason, after up to ``retries`` reminders."""
-        messages = body["messages"]
+        messages = first = _with_pictures(body["messages"])
         for reminders in count():
             content = session.redact(_content(await session.post({**body, "messages": messages})))
             try:
@@ -343,7 +335,7 @@ class LLMJudge:
                     raise NoScoreError(f"{reminders + 1} replies, the last with {error}") from error
             # Change the request: at temperature 0 the same one would get the same reply
             reminder = {"role": "user", "content": fill_scale(REMINDER, self.scale)}
-            messages = [*body["messages"], {"role": "assistant", "content": content}, reminder]
+            messages = [*first, {"role": "assistant", "content": content}, reminder]
 
     def _warn(self, verdicts: Sequence[Verdict]) -> None:
         failed = [i for i, verdict in enumerate(verdicts) if math.isnan(verdict.score)]
@@ -361,6 +353,18 @@ def _transcript(prompt: Any) -> str:
     if len(prompt) == 1:
         return content_text(prompt[0]["content"])
     return "\n\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)
+
+
+def _with_pictures(messages: list[dict]) -> list[dict]:
+    """Return the messages of a request with their images in OpenAI's form."""
+    *before, last = with_data(messages)
+    if isinstance(last["content"], str):
+        return messages
+    text, *images = last["content"]
+    return [
+        *before,
+        last | {"content": [text, *({"type": "image_url", "image_url": {"url": i["url"]}} for i in images)]},
+    ]
 
 
 def _content(reply: Any) -> str:

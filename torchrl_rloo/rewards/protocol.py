@@ -264,7 +264,7 @@ def content_text(content: Any) -> str:
     """Return a message's content as text, with a label such as ``[image 64x48 1a2b3c4d]`` for each image."""
     if not isinstance(content, list | tuple):
         return "" if content is None else str(content)
-    from torchrl_rloo.images.shown import content_text as text_of_parts  # imports torch, which few workers need
+    from torchrl_rloo.images.parts import content_text as text_of_parts  # imports torch, which few workers need
 
     return text_of_parts(content)
 

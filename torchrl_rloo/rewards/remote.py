@@ -223,16 +223,16 @@ _MAX_EXCERPT = 300  # characters of a reply in an error
 
 
 def with_data(messages: Any) -> Any:
-    """Return messages with ``data:`` URIs in place of the paths of their images; ``ImageError`` if one is missing."""
+    """Return messages with ``data:`` URIs in place of the paths of their images."""
     if isinstance(messages, str) or not any(isinstance(message.get("content"), list) for message in messages):
         return messages
-    from torchrl_rloo.images.shown import data_uri  # imports torch
+    from torchrl_rloo.images.parts import place_images  # imports torch, which few workers need
+    from torchrl_rloo.images.shown import data_uri
 
-    def send(part: Any) -> Any:
-        return {"type": "image", "url": data_uri(part["url"])} if part.get("type") == "image" else part
-
-    contents = [list(map(send, c)) if isinstance(c := message.get("content"), list) else c for message in messages]
-    return [message | {"content": content} for message, content in zip(messages, contents, strict=True)]
+    try:
+        return place_images(messages, None, data_uri, "a message")
+    except ValueError as error:  # missing or changed
+        raise RemoteRewardError(f"an image cannot be sent: {error}") from error
 
 
 class RemoteScorer:

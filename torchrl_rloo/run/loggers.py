@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torchrl.record.loggers import MLFlowLogger, TensorboardLogger, WandbLogger
 from torchrl.record.loggers.common import Logger
 from torchrl.record.loggers.trackio import TrackioLogger
 
-from torchrl_rloo.images.shown import image_label
+from torchrl_rloo.images.parts import image_label
 from torchrl_rloo.images.store import ImageError, ImageStore
 
 Records = Sequence[dict[str, Any]]
@@ -55,20 +57,14 @@ class SteppedTrackioLogger(TrackioLogger):
 
 def log_images(logger: Logger, name: str, paths: Sequence[str], step: int) -> None:
     """Log images of a store to TensorBoard and W&B; other loggers have no images, and missing ones are left out."""
-    pictures = []
-    for path in paths:
+    for k, path in enumerate(paths):
         with suppress(ImageError):
-            pictures.append((image_label(path), ImageStore().load(path)))
-    if isinstance(logger, TensorboardLogger):
-        import numpy as np
-
-        for k, (_, picture) in enumerate(pictures):
-            logger.experiment.add_image(f"{name}/{k}", np.asarray(picture), global_step=step, dataformats="HWC")
-    elif isinstance(logger, WandbLogger) and pictures:
-        import wandb
-
-        images = [wandb.Image(picture, caption=label) for label, picture in pictures]
-        logger.experiment.log({name: images}, commit=False)  # the next metrics advance the step
+            picture, name_of_image = ImageStore().load(path), f"{name}/{k}"
+            if isinstance(logger, TensorboardLogger):
+                logger.experiment.add_image(name_of_image, np.asarray(picture), global_step=step, dataformats="HWC")
+            elif isinstance(logger, WandbLogger):
+                image = importlib.import_module("wandb").Image(picture, caption=image_label(path))
+                logger.experiment.log({name_of_image: image}, commit=False)  # the next metrics advance the step
 
 
 def _tensorboard(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:

@@ -11,7 +11,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.templates import encode, encode_prompt, encode_prompts, render
 from torchrl_rloo.diagnostics.checks.base import Facts, Finding
-from torchrl_rloo.images.shown import content_text
+from torchrl_rloo.images.parts import content_text
 
 DUPLICATE_SHARE = 0.1  # copies up to this share of the rows change the weights of prompts little
 ERROR_SHARE = 0.5

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torchrl_rloo.envs.tools.parsers import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolRegistry, fit_arguments
-from torchrl_rloo.images.shown import content_text, has_images, result_content
+from torchrl_rloo.images.parts import content_text
+from torchrl_rloo.images.shown import has_images, result_content
 from torchrl_rloo.images.store import ImageStore, is_picture
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
@@ -122,9 +123,8 @@ class ToolSession:
 
     def _content(self, value: Any) -> Any:
         """Return a result as text, or as parts if it has images."""
-        if has_images(value):
-            return result_content(value, _text, self.max_chars, self.store)
-        return _text(value, self.max_chars)
+        shown = has_images(value)
+        return result_content(value, _text, self.max_chars, self.store) if shown else _text(value, self.max_chars)
 
     async def _state(self, tool: Tool, limit: float, deadline: float) -> _Outcome:
         if not _has_state(tool):

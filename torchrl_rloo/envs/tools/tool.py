@@ -280,6 +280,8 @@ class Tool:
         True
     """
 
+    returns_images = False
+
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any], *, timeout: float | None = None):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"name={name!r} must be 1 to 64 letters, digits and _ . -")
@@ -293,7 +295,6 @@ class Tool:
         self.name, self.description, self.parameters, self.timeout = name, description, dict(parameters), timeout
         self.sequential = type(self).open is not Tool.open
         self.state_key: Hashable = name
-        self.returns_images = False
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torchrl_rloo.envs.chat import plain_value
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.images.encoder import encoder_of
-from torchrl_rloo.images.shown import content_text, join_contents
+from torchrl_rloo.images.parts import content_text, join_contents
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
 from torchrl_rloo.runtime.lookup import is_async

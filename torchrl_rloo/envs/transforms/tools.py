@@ -30,7 +30,7 @@ from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Tool, ToolRegistry
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.images.encoder import encoder_of
-from torchrl_rloo.images.shown import join_contents
+from torchrl_rloo.images.parts import join_contents
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
 
@@ -123,7 +123,6 @@ class ToolTransform(TurnTransform):
         self.max_output_chars, self.show_schemas, self.tools_column = max_output_chars, show_schemas, tools_column
         self._sessions: dict[int, ToolSession] = {}
         self._choices: dict[tuple[str, ...] | None, tuple[ToolRegistry, list]] = {}
-        self._checked_images = False
 
     def _make_limits(self, max_concurrent: Mapping[str, int]) -> dict[str, CallLimit]:
         if unknown := sorted(set(max_concurrent) - set(self.tools)):
@@ -201,14 +200,13 @@ class ToolTransform(TurnTransform):
         if session is None:
             columns = {k: plain_value(row[k]) for k in row.keys() if k not in keys.RESERVED and k != keys.TOOLS}
             tools, _ = self._choice(row)
-            encoder = encoder_of(self.chat_env.tokenizer)
             session = ToolSession(
                 tools,
                 columns,
                 timeout=self.timeout,
                 max_chars=self.max_output_chars,
                 limits=self._limits,
-                store=None if encoder is None else encoder.store,
+                store=getattr(encoder_of(self.chat_env.tokenizer), "store", None),
             )
             self._sessions[trajectory] = session
         return session
@@ -279,11 +277,9 @@ class ToolTransform(TurnTransform):
                 f"tools {names} return images, but the chat template shows none in messages of result_role="
                 f"{self.result_role!r}; set it to {other!r}, or change the tools"
             )
-        self._checked_images = True
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        if not self._checked_images:
-            self._check_images()
+        self._check_images()
         for row, fresh in zip(tensordict_reset.unbind(0), rows_to_reset(tensordict), strict=True):
             if self.show_schemas and row.get(keys.TOOLS, None) is None:
                 raise RuntimeError(
