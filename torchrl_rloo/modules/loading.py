@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ import torch
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.images.encoder import ImageEncoder, encoder_of
 from torchrl_rloo.images.families import FAMILIES
+from torchrl_rloo.images.towers import frozen_towers, vision_towers
 from torchrl_rloo.modules.gguf import local_model
 from torchrl_rloo.modules.policies import checkpointing_layers
 from torchrl_rloo.runtime.lookup import HUB_KWARGS, check_path, did_you_mean, parse_dtype
@@ -38,6 +40,7 @@ def load_model(
     quantization_kwargs: Mapping[str, Any] | None = None,
     meta: bool = False,
     context_length: int | None = None,
+    train_vision: bool = False,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
@@ -62,6 +65,7 @@ def load_model(
         context_length: longest row of the run in tokens, which is saved with the model. None takes the saved one, or
             the model's. It decides rotary frequencies that depend on the length (``longrope``, ``dynamic``), so pass
             the same for policy, reference and engine.
+        train_vision: whether to train the vision tower of a vision-language model. A frozen one is not sent to engines.
         **kwargs: arguments of ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...). Those that
             locate a model (``revision=``, ``trust_remote_code=``, ...) are also passed to :func:`load_tokenizer`.
 
@@ -105,6 +109,9 @@ def load_model(
             )
     if context_length is not None:
         set_context_length(model, context_length)
+    if not train_vision:
+        for tower in vision_towers(model):
+            tower.requires_grad_(False)
     return model.to(device).eval(), tokenizer
 
 
@@ -251,7 +258,8 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
     Args:
         model: base model; its weights are frozen, and may be quantized. A ``PeftModel`` of this function gets one more
             adapter, which is trained but not active; see :class:`~torchrl_rloo.modules.RoleAdapters`.
-        config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``.
+        config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``. A frozen vision tower gets no
+            adapter.
         name: name of the adapter.
 
     Returns:
@@ -282,7 +290,7 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
         raise ValueError(
             f"unknown names {unknown} in lora={dict(config)}{hint}; use r, lora_alpha, target_modules, ..."
         )
-    settings = LoraConfig(task_type="CAUSAL_LM", **config)
+    settings = LoraConfig(task_type="CAUSAL_LM", **_without_frozen_towers(model, config))
     with _adapters_off_meta():
         if not isinstance(model, PeftModel):
             adapted = get_peft_model(use_exact_products(model), settings, adapter_name=name).eval()
@@ -297,6 +305,17 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
                 parameter.requires_grad_(True)
             adapted = model.eval()
     return omit_quantization_states(adapted) if four_bit_layers(adapted) else adapted
+
+
+def _without_frozen_towers(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``LoraConfig`` that also exclude the modules of frozen vision towers."""
+    frozen = frozen_towers(model)
+    names = [re.escape(name.rpartition(".")[2]) for name, module in model.named_modules() if module in frozen]
+    if not names:
+        return dict(config)
+    own = config.get("exclude_modules") or []
+    own = own if isinstance(own, str) else rf"(.*\.)?({'|'.join(map(re.escape, own))})" if own else "(?!)"
+    return {**config, "exclude_modules": rf"(?:{own})|(?:.*\.)?(?:{'|'.join(names)})\..*"}
 
 
 @contextmanager
