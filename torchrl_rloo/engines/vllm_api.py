@@ -140,6 +140,7 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "worker_extension_cls": WORKER,
         "weight_transfer_config": {"backend": BACKEND},
         "mm_processor_kwargs": {"use_fast": False},  # images are read with PIL, as the trainer does
+        "mm_processor_cache_gb": 1,  # of images in each of two processes; a group sends its images within seconds
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

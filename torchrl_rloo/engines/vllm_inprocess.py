@@ -180,6 +180,7 @@ class VLLMEngine(VLLMEngineBase):
             self._adapter = adapter_request(path, new=False)
 
     def _reset_cache(self) -> None:
+        self.llm.llm_engine.reset_encoder_cache()  # of images; in the other engines, a pause drops it
         if not self.llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM did not drop its prefix cache, so samples may be of old weights; call restart()")
 
