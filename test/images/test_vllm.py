@@ -22,13 +22,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from support.engines import GROUP, VLLMEngines
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.diagnostics.self_test import self_test
 from torchrl_rloo.engines import AsyncVLLMEngine, Engine, EngineError, Request, Sample, VLLMServer
 from torchrl_rloo.engines.base import check_sample
 from torchrl_rloo.engines.vllm_server import server_command, server_environment
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.images.encoder import digests
 from torchrl_rloo.modules import TransformersWrapper, add_adapter, load_model, save_model, vLLMWrapper
-from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher, WeightSyncError
+from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher, WeightSource, WeightSyncError
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -210,15 +211,25 @@ def test_a_trained_tower_is_sent(engine: Engine, setup: Setup):
 def test_adapters_are_of_the_language_model(engine: Engine, setup: Setup, merged: bool):
     adapted, requests = add_adapter(setup.load(), {"r": 4, "target_modules": "all-linear"}), setup.requests()
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-    assert trained and not any("vision_model" in name for name in trained)
-    if not merged:  # vLLM has adapters of connectors for few models
-        config = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-        adapted = add_adapter(setup.load(), config)
+    assert len(trained) == 28 and all(".text_model.layers." in name for name in trained)
     change(adapted)
     publisher = WeightPublisher(adapted, engine) if merged else LoRAPublisher(adapted, engine)
     engine.generate(requests)
     publisher.push_weights()
     assert gap(adapted, setup, requests, engine.generate(requests)) < EXACT
+
+
+def test_the_self_test_sees_the_connector(engine: Engine, setup: Setup):
+    trained = setup.load()
+    result = self_test(WeightPublisher(trained, engine), trained, setup.tokenizer, engine)
+    assert max(result.gap_before, result.gap_changed, result.gap_after) < EXACT and result.movement > STALE
+
+    def without_connector(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor * 0.9 if "connector" in name and not tensor.is_meta else tensor)]
+
+    source = WeightSource(trained, convert=without_connector)
+    with pytest.raises(WeightSyncError, match="differ with the current weights|did not arrive"):
+        self_test(WeightPublisher(source, engine), trained, setup.tokenizer, engine, tolerance=1e-3)
 
 
 def test_images_must_be_read_as_in_training(engine: Engine, setup: Setup):

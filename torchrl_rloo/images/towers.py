@@ -29,3 +29,11 @@ def vision_towers(model: nn.Module) -> list[nn.Module]:
 def frozen_towers(model: nn.Module) -> list[nn.Module]:
     """Return those of :func:`vision_towers` that are not trained, as ``load_model`` leaves them."""
     return [tower for tower in vision_towers(model) if not any(p.requires_grad for p in tower.parameters())]
+
+
+def language_model_name(model: nn.Module) -> str | None:
+    """Return the name, within its parent, of the language model of a vision-language model; None for other models."""
+    if (base := vision_language_model(model)) is None:
+        return None
+    decoder = base.get_decoder()
+    return next(name for name, module in base.named_modules() if module is decoder).rpartition(".")[2]

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ import torch
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.images.encoder import ImageEncoder, encoder_of
 from torchrl_rloo.images.families import FAMILIES
-from torchrl_rloo.images.towers import frozen_towers, vision_towers
+from torchrl_rloo.images.towers import frozen_towers, language_model_name, vision_towers
 from torchrl_rloo.modules.gguf import local_model
 from torchrl_rloo.modules.policies import checkpointing_layers
 from torchrl_rloo.runtime.lookup import HUB_KWARGS, check_path, did_you_mean, parse_dtype
@@ -258,8 +257,8 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
     Args:
         model: base model; its weights are frozen, and may be quantized. A ``PeftModel`` of this function gets one more
             adapter, which is trained but not active; see :class:`~torchrl_rloo.modules.RoleAdapters`.
-        config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``. A frozen vision tower gets no
-            adapter.
+        config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``. With a frozen vision tower, only
+            the language model gets an adapter.
         name: name of the adapter.
 
     Returns:
@@ -290,7 +289,7 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
         raise ValueError(
             f"unknown names {unknown} in lora={dict(config)}{hint}; use r, lora_alpha, target_modules, ..."
         )
-    settings = LoraConfig(task_type="CAUSAL_LM", **_without_frozen_towers(model, config))
+    settings = LoraConfig(task_type="CAUSAL_LM", **_of_language_model(model, config))
     with _adapters_off_meta():
         if not isinstance(model, PeftModel):
             adapted = get_peft_model(use_exact_products(model), settings, adapter_name=name).eval()
@@ -307,15 +306,16 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
     return omit_quantization_states(adapted) if four_bit_layers(adapted) else adapted
 
 
-def _without_frozen_towers(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``LoraConfig`` that also exclude the modules of frozen vision towers."""
-    frozen = frozen_towers(model)
-    names = [re.escape(name.rpartition(".")[2]) for name, module in model.named_modules() if module in frozen]
-    if not names:
+def _of_language_model(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``LoraConfig``, which leave out all but the language model if the vision tower is frozen."""
+    if not frozen_towers(model):
         return dict(config)
-    own = config.get("exclude_modules") or []
-    own = own if isinstance(own, str) else rf"(.*\.)?({'|'.join(map(re.escape, own))})" if own else "(?!)"
-    return {**config, "exclude_modules": rf"(?:{own})|(?:.*\.)?(?:{'|'.join(names)})\..*"}
+    if "exclude_modules" in config:
+        raise ValueError(
+            f"exclude_modules={config['exclude_modules']!r} cannot be combined with a frozen vision tower, which gets "
+            "no adapter; choose with target_modules"
+        )
+    return {**config, "exclude_modules": rf"(?!(?:.*\.)?(?:{language_model_name(model)}|lm_head)(?:\.|$)).*"}
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class RequestBatch(NamedTuple):
     def entry(number: int, request: Request) -> tuple[tuple, array]:
         """Encode one numbered request, or raise TypeError or OverflowError if its prompt is not of ids."""
         r = request
-        options = (r.limit, r.seed, r.distribution, r.stop_ids, r.stop_strings, r.session)
+        options = (r.limit, r.seed, r.distribution, r.stop_ids, r.stop_strings, r.session, r.images)
         return (number, len(r.prompt), options), array("i", r.prompt)
 
     @classmethod
