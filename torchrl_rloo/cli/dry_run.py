@@ -96,6 +96,7 @@ def save_model(cfg: Any, folder: Path) -> str:
     from torchrl_rloo.embedded import build_model, build_tokenizer
     from torchrl_rloo.envs.tasks.base import EMBEDDED
     from torchrl_rloo.modules import load_tokenizer
+    from torchrl_rloo.modules.model_files import save_tokenizer
     from torchrl_rloo.runtime.lookup import HUB_KWARGS
 
     located = {name: value for name, value in cfg.model.kwargs.items() if name in HUB_KWARGS}
@@ -108,7 +109,7 @@ def save_model(cfg: Any, folder: Path) -> str:
         context = getattr(model_config(cfg), "max_position_embeddings", None)
         model.config.max_position_embeddings = context or model.config.max_position_embeddings
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     return str(folder)
 
 

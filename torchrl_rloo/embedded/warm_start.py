@@ -25,6 +25,7 @@ from torchrl_rloo.embedded.calculator import calculator_demonstrations
 from torchrl_rloo.embedded.guessing import guessing_demonstrations
 from torchrl_rloo.embedded.model import build_model
 from torchrl_rloo.embedded.tokenizer import build_tokenizer
+from torchrl_rloo.modules.model_files import save_tokenizer
 from torchrl_rloo.runtime.files import cache_folder
 from torchrl_rloo.training import make_schedule
 
@@ -97,7 +98,7 @@ def warm_start(
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as building:
         built = Path(building) / target.name
         model.save_pretrained(built)
-        tokenizer.save_pretrained(built)
+        save_tokenizer(tokenizer, built)
         try:
             built.rename(target)
         except OSError:  # another build finished first, with the same result
