@@ -35,6 +35,7 @@ from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
 from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.parts import image_paths as image_paths
 
 
 def make_mark() -> str:
@@ -188,13 +189,6 @@ def render(tokenizer, messages: Messages, **template_kwargs) -> str:
             "text only; use a vision-language model, or drop the images"
         )
     return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
-
-
-def image_paths(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the paths of the images of messages, in order; each is ``{"type": "image", "url": <path>}``."""
-    contents = (message.get("content") for message in messages)
-    parts = chain.from_iterable(content for content in contents if isinstance(content, list))
-    return [part["url"] for part in parts if part.get("type") == "image"]
 
 
 def _parts(content: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from torchrl_rloo.data.segments import LAST_SAMPLE_KEYS, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.pages import read_static, render_page
+from torchrl_rloo.images.parts import content_text
 from torchrl_rloo.runtime.files import make_folder, write_text
 
 # Text of each token of a sequence; the texts join to the decoded sequence
@@ -238,7 +239,7 @@ def find_calls(texts: Sequence[str], actions: Sequence[bool]) -> list[list[int]]
 
 def is_tool_error(message: dict[str, Any]) -> bool:
     """Return whether a message from a tool, or from the user in place of a tool, reports an error."""
-    content = str(message["content"])
+    content = content_text(message["content"])
     if message["role"] == "tool":
         return bool(_ERROR.match(content))
     return message["role"] == "user" and bool(_ERROR_IN_USER.search(content))
@@ -249,7 +250,7 @@ def _split_context(
 ) -> list[Block]:
     """Split a run of context tokens into blocks; if a message is not found, return one block."""
     text, ends = "".join(texts), list(accumulate(map(len, texts)))
-    shown = [message for message in messages if str(message["content"]).strip()]
+    shown = [message for message in messages if content_text(message["content"]).strip()]
     spans = _find_contents(text, shown)
     if not spans:
         return [Block(offset, messages[0]["role"] if len(messages) == 1 else "context")]
@@ -267,7 +268,7 @@ def _find_contents(text: str, messages: Messages) -> list[tuple[int, int]]:
     """Return the span of each message's content in a text, in order; empty if one is not found."""
     spans, position = [], 0
     for message in messages:
-        whole = str(message["content"]).strip()
+        whole = content_text(message["content"]).strip()
         for content in (whole, whole.rpartition("</think>")[2].strip()):  # templates drop earlier thinking
             at = text.find(content, position)
             if content and at >= 0:
@@ -433,7 +434,7 @@ class _Reader:
 
     def _prompt_snippet(self, row: TensorDictBase, query: Any) -> str:
         if is_conversation(query):
-            query = next((m["content"] for m in reversed(query) if m["role"] == "user"), query[-1]["content"])
+            query = content_text(next((m for m in reversed(query) if m["role"] == "user"), query[-1])["content"])
         if not isinstance(query, str):
             mask = row[keys.ACTION_MASK]
             query = self.texts.decode(row[keys.TOKENS][: int(mask.int().argmax())].tolist()[-2 * _SNIPPET :])
@@ -441,7 +442,7 @@ class _Reader:
 
     def _completion_snippet(self, row: TensorDictBase, completion: Any) -> str:
         if isinstance(completion, Sequence) and not isinstance(completion, str):
-            replies = [str(m["content"]) for m in completion if m["role"] == "assistant"]
+            replies = [content_text(m["content"]) for m in completion if m["role"] == "assistant"]
             completion = replies[-1] if replies else ""
         if completion is None:
             completion = self.texts.decode(row[keys.TOKENS][row[keys.ACTION_MASK]].tolist())

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchrl_rloo.images.parts import content_text
 from torchrl_rloo.rewards.protocol import final_text, take_columns
 from torchrl_rloo.rewards.remote import JsonEndpoint, JsonSession, RemoteRewardError, gather_all
 
@@ -344,8 +345,8 @@ def _transcript(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return str(prompt[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return content_text(prompt[0]["content"])
+    return "\n\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)
 
 
 def _content(reply: Any) -> str:

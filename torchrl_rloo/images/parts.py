@@ -1,0 +1,105 @@
+"""Images in chat messages: parts of any form become the paths of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torchrl_rloo.images.store import digest_of
+
+_FIELDS = ("image", "url", "path", "base64", "image_url")  # of a part, the first with a value is its image
+_KNOWN = {"type", "text", "mime_type", *_FIELDS}
+
+
+def image_paths(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the paths of the images of messages, in order; each is ``{"type": "image", "url": <path>}``."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return [part["url"] for content in contents for part in content if part.get("type") == "image"]
+
+
+def content_text(content: Any) -> str:
+    """Return the content of a message for a reader of text, with ``[image]`` in place of each image."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join("[image]" if _is_image(part) else str(part.get("text")) for part in content)
+
+
+def has_parts(query: Any) -> bool:
+    """Return whether a prompt has a message whose content is a list of parts."""
+    if not isinstance(query, list | tuple):
+        return False
+    return any(isinstance(m, dict) and isinstance(m.get("content"), list | tuple) for m in query)
+
+
+def name_by_content(query: Any) -> Any:
+    """Return a prompt with the hash of each image in place of its path, which differs between machines."""
+    if not has_parts(query):
+        return query
+
+    def name_part(part: Any) -> Any:
+        return {**part, "url": digest_of(part["url"])} if part.get("type") == "image" else part
+
+    contents = [m["content"] for m in query]
+    named = [list(map(name_part, content)) if isinstance(content, list) else content for content in contents]
+    return [{**message, "content": content} for message, content in zip(query, named, strict=True)]
+
+
+def place_images(query: Any, images: Sequence[Any], add: Callable[[Any], str], where: str) -> Any:
+    """Return messages with their images as parts ``{"type": "image", "url": <path>}``.
+
+    Parts without an image take those of the dataset's column in order. Without such parts the column's images come
+    before the content of the first user message. What is malformed otherwise is left to the check of the prompt.
+
+    Args:
+        query: Text, which becomes a user message, or messages.
+        images: Images of the dataset's column.
+        add: Function that stores an image and returns its path.
+        where: Location of the row for errors.
+
+    Raises:
+        ValueError: The number of images is not that of the parts without one, or there is no place for them.
+        ImageError: An image cannot be read.
+    """
+    messages = [{"role": "user", "content": query}] if isinstance(query, str) else list(query)
+    parts = [part for m in messages if has_parts([m]) for part in m["content"] if _is_image(part)]
+    empty = sum(_data(part) is None for part in parts)
+    if images and not empty:
+        if parts:
+            raise ValueError(f"{where} has images in its messages and in a column; remove one of them, or rename it")
+        user = next((k for k, m in enumerate(messages) if isinstance(m, Mapping) and m.get("role") == "user"), None)
+        if user is None:
+            raise ValueError(f"{where} has images but no user message to show them in; add one")
+        content, shown = messages[user].get("content"), [{"type": "image"} for _ in images]
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+        messages[user] = {**messages[user], "content": shown + [part for part in text if part != _BLANK]}
+    elif empty != len(images):
+        raise ValueError(f"{where} has {empty} image parts to fill, but {len(images)} images in its column")
+    rest = iter(images)
+
+    def convert(part: Any) -> Any:
+        if not _is_image(part):
+            return {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else part
+        if unknown := sorted(k for k, v in part.items() if v is not None and k not in _KNOWN):
+            raise ValueError(
+                f"{where} has an image part with fields {unknown}, which would have no effect; remove them"
+            )
+        data = _data(part)
+        return {"type": "image", "url": add(next(rest) if data is None else data)}
+
+    return [{**m, "content": list(map(convert, m["content"]))} if has_parts([m]) else m for m in messages]
+
+
+_BLANK = {"type": "text", "text": ""}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def _data(part: Mapping[str, Any]) -> Any:
+    """Return the image of a part, in a form that the store accepts, or None."""
+    name = next((name for name in _FIELDS if part.get(name) is not None), None)
+    data = None if name is None else part[name]
+    if name == "image_url" and isinstance(data, Mapping):
+        return data.get("url")
+    return f"data:;base64,{data}" if name == "base64" else data
