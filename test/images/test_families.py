@@ -5,19 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import sys
 import tempfile
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import transformers as T
 from tensordict import NonTensorData, TensorDict
 
-sys.path.insert(0, str(Path(__file__).parent))
-import tiny  # noqa: E402
-
+from support import vision_models as tiny
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.templates import encode_prompt, render

@@ -16,17 +16,11 @@ from typing import Any
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.notices import notify_once
-from torchrl_rloo.data.sources import (
-    Located,
-    check_query,
-    describe_source,
-    plain_value,
-    read_source,
-    source_folder,
-)
+from torchrl_rloo.data.sources import Located, check_query, describe_source, plain_value, read_source, source_folder
 from torchrl_rloo.data.templates import Messages, encode_prompts
-from torchrl_rloo.images.parts import has_parts, name_by_content, place_images
-from torchrl_rloo.images.store import ImageError, ImageStore, describe
+from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.parts import has_parts, image_paths, place_images
+from torchrl_rloo.images.store import ImageError, ImageStore, digest_of
 from torchrl_rloo.runtime.lookup import import_object
 
 _LOGGER = logging.getLogger(__name__)
@@ -56,7 +50,7 @@ class PromptDataset(Sequence):
         rows: rows ``{"query": messages or text, **columns}`` of plain Python values.
         too_long: number of rows dropped before, for ``counts``.
         chat: if True, :meth:`for_tokenizer` makes text prompts user messages. None decides by the chat template.
-        unreadable: number of rows dropped for their images, for ``counts``.
+        unreadable: number of rows dropped before for their images, for ``counts``.
 
     Attributes:
         rows: the rows; do not change them. ``dataset[i]`` returns a copy.
@@ -126,7 +120,7 @@ class PromptDataset(Sequence):
             if not has_template:
                 return self
         rows = [row | {keys.QUERY: _as_chat(row[keys.QUERY])} for row in self.rows]
-        return PromptDataset(rows, too_long=self.counts.too_long, unreadable=self.counts.unreadable)
+        return PromptDataset(rows, too_long=self.counts.too_long)
 
     def encode(self, tokenizer, **template_kwargs: Any) -> list[list[int]]:
         """Encode all prompts in one batch, and return and cache their ids, ``[P_i]`` each.
@@ -223,8 +217,8 @@ def load_prompts(
         template_kwargs: arguments of the chat template.
         max_prompt_length: largest number of tokens, template included. Longer prompts are dropped. None disables it.
         limit: number of rows to read from the start. None reads all.
-        images: store of the images, or its folder. None is :class:`~torchrl_rloo.images.ImageStore` in the user's
-            cache. Relative paths start from the folder of the source's file.
+        images: store of the images, or its folder. None is the store of the ``tokenizer``, if its model sees images,
+            or a folder in the user's cache. Relative paths start from the folder of the source's file.
 
     Raises:
         FileNotFoundError: if ``source`` is neither a local path nor a reachable hub dataset.
@@ -251,15 +245,16 @@ def load_prompts(
     # Read rows and turn prompts into messages
     located = islice(read_source(source, split, name), limit)
     located = located if row_map is None else _mapped(located, row_map)
-    store, base = images if isinstance(images, ImageStore) else ImageStore(images), source_folder(source)
-    add_image = partial(store.add, base=base)
+    encoder = encoder_of(tokenizer)
+    store = images if isinstance(images, ImageStore) else ImageStore(images)
+    store = encoder.store if images is None and encoder is not None else store
+    add_image = partial(store.add, base=source_folder(source))
     rows, unreadable = _rows(located, prompt_column, column_map or {}, columns, add_image)
     if unreadable:
-        what = f"{len(unreadable)} of {len(rows) + len(unreadable)} rows of {describe_source(source)} are dropped"
-        dropped = f"{what}, since their images cannot be read; the first: {unreadable[0]}"
+        what = f"images of {len(unreadable)} of {len(rows) + len(unreadable)} rows of {describe_source(source)}"
         if not rows:
-            raise ValueError(f"{dropped}; correct the column, or rename it with column_map")
-        _LOGGER.warning(dropped)
+            raise ValueError(f"{what} cannot be read: {unreadable[0]}; correct them, or rename the column")
+        _LOGGER.warning("%s cannot be read, so these rows are dropped; the first: %s", what, unreadable[0])
     if not rows:
         raise ValueError(f"{describe_source(source)} is empty; give at least one row")
     if chat is False and not isinstance(rows[0][keys.QUERY], str):
@@ -328,15 +323,7 @@ def show_examples(
         return row | {keys.QUERY: f"{before}Q: {row[keys.QUERY]}\nA:"}
 
     parts = (dataset.select(rest), *others)
-    return [
-        PromptDataset(
-            map(shown_before, part.rows),
-            too_long=part.counts.too_long,
-            chat=chat,
-            unreadable=part.counts.unreadable,
-        )
-        for part in parts
-    ]
+    return [PromptDataset(map(shown_before, part.rows), too_long=part.counts.too_long, chat=chat) for part in parts]
 
 
 def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> tuple[PromptDataset, PromptDataset]:
@@ -404,7 +391,10 @@ def _rows(
             raise ValueError(f"{where} and {first} differ in columns {sorted(different)}; {remedy}")
         if image is not None or not isinstance(row[prompt], str) and has_parts(row[prompt]):
             try:
-                row = {**row, prompt: _show_images(row[prompt], row, image, column_map, add_image, where)}
+                shown = None if image is None else row[image]
+                if shown is not None and column_map.get(image, image) == "image":
+                    shown = [shown]
+                row = {**row, prompt: place_images(row[prompt], shown, add_image, where)}
             except ImageError as error:
                 unreadable.append(f"{where}: {error}")
                 continue
@@ -414,29 +404,6 @@ def _rows(
             raise ValueError(f"{first} and {where} mix plain text and chat messages; use one kind for all prompts")
         rows.append({keys.QUERY: query} | {new_name: values[name] for name, new_name in others.items()})
     return rows, unreadable
-
-
-def _show_images(
-    query: Any,
-    row: Mapping[str, Any],
-    image: str | None,
-    column_map: Mapping[str, str],
-    add_image: Callable[[Any], str],
-    where: str,
-) -> Any:
-    """Return a prompt with the images of its parts and of the row's column ``image``, if it has one."""
-    shown = None if image is None else row[image]
-    if shown is None:
-        shown = []
-    elif column_map.get(image, image) == "image":
-        shown = [shown]
-    elif not isinstance(shown, list | tuple):
-        raise ValueError(
-            f"{where}: column {image!r} must be a list of images, got {describe(shown)}; rename it 'image'"
-        )
-    if not query or not isinstance(query, str | list | tuple):
-        return query  # the check of the prompt names what is wrong
-    return place_images(query, shown, add_image, where)
 
 
 def _choose_columns(
@@ -519,14 +486,11 @@ def _canonical(value: Any) -> str:
 def _canonical_content(value: dict[str, Any] | str | Messages) -> str:
     """Return the canonical text of a row or a prompt, with the hash of each image in place of its path."""
     text = _canonical(value)
-    if _IMAGE_PART not in text:
-        return text
-    if isinstance(value, dict):
-        return _canonical({**value, keys.QUERY: name_by_content(value[keys.QUERY])})
-    return _canonical(name_by_content(value))
-
-
-_IMAGE_PART = '"type": "image"'  # cannot stand in a text, where JSON escapes the quotes
+    if '"type": "image"' in text:  # never part of a text, whose quotes JSON escapes
+        query = value[keys.QUERY] if isinstance(value, dict) else value
+        for path in () if isinstance(query, str) else image_paths(query):
+            text = text.replace(json.dumps(path), json.dumps(digest_of(path)))
+    return text
 
 
 def _is_positive_integer(value: Any) -> bool:

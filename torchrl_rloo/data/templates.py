@@ -35,7 +35,7 @@ from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
 from torchrl_rloo.images.encoder import encoder_of
-from torchrl_rloo.images.parts import image_paths as image_paths
+from torchrl_rloo.images.parts import image_paths
 
 
 def make_mark() -> str:

@@ -43,13 +43,13 @@ from torchrl_rloo.data.templates import (
     encode_messages,
     encode_prompt,
     from_history,
-    image_paths,
     is_conversation,
     join_conversation,
     to_history,
 )
 from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
 from torchrl_rloo.images.encoder import digests
+from torchrl_rloo.images.parts import image_paths
 from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
 STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")

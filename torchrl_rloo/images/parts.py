@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchrl_rloo.images.store import digest_of
+from torchrl_rloo.images.store import describe
 
 _FIELDS = ("image", "url", "path", "base64", "image_url")  # of a part, the first with a value is its image
 _KNOWN = {"type", "text", "mime_type", *_FIELDS}
@@ -31,20 +31,7 @@ def has_parts(query: Any) -> bool:
     return any(isinstance(m, dict) and isinstance(m.get("content"), list | tuple) for m in query)
 
 
-def name_by_content(query: Any) -> Any:
-    """Return a prompt with the hash of each image in place of its path, which differs between machines."""
-    if not has_parts(query):
-        return query
-
-    def name_part(part: Any) -> Any:
-        return {**part, "url": digest_of(part["url"])} if part.get("type") == "image" else part
-
-    contents = [m["content"] for m in query]
-    named = [list(map(name_part, content)) if isinstance(content, list) else content for content in contents]
-    return [{**message, "content": content} for message, content in zip(query, named, strict=True)]
-
-
-def place_images(query: Any, images: Sequence[Any], add: Callable[[Any], str], where: str) -> Any:
+def place_images(query: Any, images: Sequence[Any] | None, add: Callable[[Any], str], where: str) -> Any:
     """Return messages with their images as parts ``{"type": "image", "url": <path>}``.
 
     Parts without an image take those of the dataset's column in order. Without such parts the column's images come
@@ -52,7 +39,7 @@ def place_images(query: Any, images: Sequence[Any], add: Callable[[Any], str], w
 
     Args:
         query: Text, which becomes a user message, or messages.
-        images: Images of the dataset's column.
+        images: Images of the dataset's column, or None.
         add: Function that stores an image and returns its path.
         where: Location of the row for errors.
 
@@ -60,18 +47,21 @@ def place_images(query: Any, images: Sequence[Any], add: Callable[[Any], str], w
         ValueError: The number of images is not that of the parts without one, or there is no place for them.
         ImageError: An image cannot be read.
     """
+    if not isinstance(images, list | tuple | None):
+        raise ValueError(f"{where}: column 'images' must be lists of images, got {describe(images)}; name it 'image'")
+    if not query or not isinstance(query, str | list | tuple):
+        return query
     messages = [{"role": "user", "content": query}] if isinstance(query, str) else list(query)
     parts = [part for m in messages if has_parts([m]) for part in m["content"] if _is_image(part)]
-    empty = sum(_data(part) is None for part in parts)
-    if images and not empty:
-        if parts:
-            raise ValueError(f"{where} has images in its messages and in a column; remove one of them, or rename it")
-        user = next((k for k, m in enumerate(messages) if isinstance(m, Mapping) and m.get("role") == "user"), None)
-        if user is None:
+    empty, images = sum(_data(part) is None for part in parts), list(images or ())
+    if images and not parts:
+        user = next((m for m in messages if isinstance(m, dict) and m.get("role") == "user"), {})
+        content = user.get("content")
+        if not isinstance(content, str | list | tuple):
             raise ValueError(f"{where} has images but no user message to show them in; add one")
-        content, shown = messages[user].get("content"), [{"type": "image"} for _ in images]
-        text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-        messages[user] = {**messages[user], "content": shown + [part for part in text if part != _BLANK]}
+        text = [{"type": "text", "text": content}] if content and isinstance(content, str) else list(content)
+        shown = {**user, "content": [{"type": "image"} for _ in images] + text}
+        messages = [shown if m is user else m for m in messages]
     elif empty != len(images):
         raise ValueError(f"{where} has {empty} image parts to fill, but {len(images)} images in its column")
     rest = iter(images)
@@ -87,9 +77,6 @@ def place_images(query: Any, images: Sequence[Any], add: Callable[[Any], str], w
         return {"type": "image", "url": add(next(rest) if data is None else data)}
 
     return [{**m, "content": list(map(convert, m["content"]))} if has_parts([m]) else m for m in messages]
-
-
-_BLANK = {"type": "text", "text": ""}
 
 
 def _is_image(part: Any) -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,9 +57,6 @@ class ImageStore:
         self.folder = Path(folder if folder is not None else cache_folder() / "images").absolute()
         self.max_pixels = max_pixels
 
-    def __repr__(self) -> str:
-        return f"ImageStore({str(self.folder)!r}, max_pixels={self.max_pixels})"
-
     def add(self, image: Any, base: str | os.PathLike | None = None) -> str:
         """Store an image and return the absolute path of its file.
 
@@ -81,9 +79,11 @@ class ImageStore:
         elif isinstance(image, (str, os.PathLike)):
             file = Path(base or "") / _local_path(image, name)
             content = _read(file, name, 8 * self.max_pixels)
-        elif _is_picture(image):
+        elif (pil := sys.modules.get("PIL.Image")) is not None and isinstance(image, pil.Image):
             self._check_size(image, name)
-            content = _encode(image, name)
+            buffer = io.BytesIO()
+            _to_rgb(image, name).save(buffer, "PNG", compress_level=1)  # depends on the pixels alone
+            content = buffer.getvalue()
         else:
             raise ImageError(f"{name} is no image: give a path, a data: URI, bytes or a PIL.Image")
         picture = _open(content, name)
@@ -172,15 +172,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _is_picture(image: Any) -> bool:
-    """Return whether an object is a PIL image; PIL is imported only if its name says so."""
-    if not any(base.__module__.startswith("PIL.") for base in type(image).__mro__):
-        return False
-    from PIL import Image
-
-    return isinstance(image, Image.Image)
-
-
 def _decode_data_uri(uri: str, name: str) -> bytes:
     head, comma, payload = uri.partition(",")
     try:
@@ -231,13 +222,6 @@ def _open(content: bytes, name: str) -> Image.Image:
         raise ImageError(f"{name} is no PNG, JPEG, WEBP, GIF or BMP image: convert it") from error
     except Exception as error:  # a decoder may raise anything for a damaged header
         raise ImageError(f"{name} cannot be decoded: {_one_line(error)}") from error
-
-
-def _encode(picture: Image.Image, name: str) -> bytes:
-    """Return a picture as PNG that depends on its pixels alone."""
-    buffer = io.BytesIO()
-    _to_rgb(picture, name).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
 
 
 def _to_rgb(picture: Image.Image, name: str) -> Image.Image:

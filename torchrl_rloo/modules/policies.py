@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
@@ -406,11 +407,13 @@ class TransformersWrapper(TurnPolicy):
         return rows
 
 
-def see_nothing(decoder: nn.Module, images: ImageEncoder) -> torch.Tensor:
+def see_nothing(decoder: nn.Module, images: ImageEncoder) -> torch.Tensor | float:
     """Return 0 after a pass of the towers of images, which all ranks of a model must run in each pass."""
     blank = {name: value.to(decoder.device) for name, value in images.blank().items()}
-    features = decoder.get_image_features(**blank, return_dict=True).pooler_output
-    return 0.0 * (features if isinstance(features, torch.Tensor) else torch.cat(list(features))).sum()
+    output = decoder.get_image_features(**blank, return_dict=True)
+    # Exactly what a pass uses, since only these parts have gradients to reduce
+    used = tree_leaves([output.pooler_output, getattr(output, "deepstack_features", None)])
+    return 0.0 * sum(part.sum() for part in used if part is not None)
 
 
 def padded_arguments(model: nn.Module, images: PassImages) -> dict[str, Any]:
