@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ class ImageEncoder:
         tokenizer: tokenizer of the model.
         store: folder of the images; None is the default one.
         cache_bytes: memory for the tensors of images that are kept for further passes.
+        files: texts of the processor's files by name, which :meth:`save` writes; None writes those of ``processor``.
 
     Attributes:
         excluded: ids of images and videos, which are never sampled.
@@ -54,6 +56,7 @@ class ImageEncoder:
         tokenizer: Any,
         store: ImageStore | None = None,
         cache_bytes: int = CACHE_BYTES,
+        files: Mapping[str, str] | None = None,
     ):
         if config.model_type not in FAMILIES:
             raise ValueError(
@@ -61,22 +64,30 @@ class ImageEncoder:
             )
         self.family = FAMILIES[config.model_type](config, processor, tokenizer)
         self.store, self.cache_bytes = ImageStore() if store is None else store, cache_bytes
-        self.excluded = self.family.excluded
+        self.excluded, self.files = self.family.excluded, dict(files or {})
         self.texts = tuple({self.family.image_text, self.family.placeholder})
         self._sizes: dict[str, tuple[int, int]] = {}
         self._tensors: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._cached_bytes = 0
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_tensors", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tensors=OrderedDict(), _lock=Lock())
+        self.__dict__.update(state, _tensors=OrderedDict(), _cached_bytes=0, _lock=Lock())
 
     def settings(self) -> dict[str, Any]:
         """Return class and settings of the image processor, which both ends of a run must share."""
         kept = {name: value for name, value in self.family.processor.to_dict().items() if name != "processor_class"}
         return {"image_processor_type": type(self.family.processor).__name__.removesuffix("Pil"), **kept}
+
+    def save(self, folder: Path) -> None:
+        """Save the processor's settings in the folder of a model."""
+        if not self.files:
+            self.family.processor.save_pretrained(folder)
+        for name, text in self.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
     def expand(self, text: str, paths: Sequence[str]) -> str:
         """Replace the placeholders of a rendered text by the tokens of its images."""
@@ -129,9 +140,10 @@ class ImageEncoder:
         except Exception as error:
             raise ImageError(f"image {os.fspath(path)!r} cannot be processed: {error}") from error
         with self._lock:
+            self._cached_bytes += _bytes(tensors) - _bytes(self._tensors.get(digest, {}))
             self._tensors[digest] = tensors
-            while len(self._tensors) > 1 and sum(map(_bytes, self._tensors.values())) > self.cache_bytes:
-                self._tensors.popitem(last=False)
+            while len(self._tensors) > 1 and self._cached_bytes > self.cache_bytes:
+                self._cached_bytes -= _bytes(self._tensors.popitem(last=False)[1])
         return tensors
 
     def blank(self) -> dict[str, torch.Tensor]:

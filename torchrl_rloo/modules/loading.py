@@ -27,6 +27,8 @@ from torchrl_rloo.weight_update.rotary import set_context_length
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
 
 def load_model(
     name: str | os.PathLike,
@@ -210,11 +212,15 @@ def _load_images(
     config = AutoConfig.from_pretrained(name, **kwargs)
     if not is_family(config):
         return None
-    if not tokenizer.chat_template:  # older folders keep it with the image processor
-        kept = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False, **kwargs)
-        tokenizer.chat_template = None if kept is None else json.loads(Path(kept).read_text())["chat_template"]
+    texts = {}
+    for file in ("chat_template.json", *PROCESSOR_FILES):
+        kept = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **kwargs)
+        texts |= {} if kept is None else {file: Path(kept).read_text(encoding="utf-8")}
+    template = texts.pop("chat_template.json", None)
+    if not tokenizer.chat_template and template:  # older folders keep it with the image processor
+        tokenizer.chat_template = json.loads(template)["chat_template"]
     processor = AutoImageProcessor.from_pretrained(name, backend="pil", **kwargs)
-    return ImageEncoder(config, processor, tokenizer, ImageStore(folder))
+    return ImageEncoder(config, processor, tokenizer, ImageStore(folder), files=texts)
 
 
 def read_chat_template(source: str | os.PathLike) -> str:

@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchrl_rloo.engines.root import replica_of
+from torchrl_rloo.images import encoder_of
 from torchrl_rloo.modules.policies import adapter_disabled
 from torchrl_rloo.runtime.files import atomic_write, explained, make_folder, write_text
 from torchrl_rloo.runtime.ranks import RankError
@@ -339,3 +340,5 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         stale.unlink(missing_ok=True)
     with explained(folder):
         tokenizer.save_pretrained(folder)
+        if (images := encoder_of(tokenizer)) is not None:
+            images.save(folder)
