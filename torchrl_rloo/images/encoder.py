@@ -68,13 +68,14 @@ class ImageEncoder:
         self.texts = tuple({self.family.image_text, self.family.placeholder})
         self._sizes: dict[str, tuple[int, int]] = {}
         self._tensors: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._cached_bytes = 0
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_tensors", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tensors=OrderedDict(), _lock=Lock())
+        self.__dict__.update(state, _tensors=OrderedDict(), _cached_bytes=0, _lock=Lock())
 
     def settings(self) -> dict[str, Any]:
         """Return class and settings of the image processor, and the attention, which both ends of a run must share."""
@@ -140,9 +141,10 @@ class ImageEncoder:
         except Exception as error:
             raise ImageError(f"image {os.fspath(path)!r} cannot be processed: {error}") from error
         with self._lock:
+            self._cached_bytes += _bytes(tensors) - _bytes(self._tensors.get(digest, {}))
             self._tensors[digest] = tensors
-            while len(self._tensors) > 1 and sum(map(_bytes, self._tensors.values())) > self.cache_bytes:
-                self._tensors.popitem(last=False)
+            while len(self._tensors) > 1 and self._cached_bytes > self.cache_bytes:
+                self._cached_bytes -= _bytes(self._tensors.popitem(last=False)[1])
         return tensors
 
     def blank(self) -> dict[str, torch.Tensor]:
