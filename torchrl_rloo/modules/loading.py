@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-
 def load_model(
     name: str | os.PathLike,
     *,
