@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -105,6 +106,15 @@ def test_every_source_gives_the_same_rows(kind, column, files, store):
     digests = [digest_of(path) for row in dataset for path in image_paths(row["query"])]
     assert dataset.fingerprint == load_prompts(save("bytes rows", files), images=store.folder / "other").fingerprint
     assert len(set(digests)) == 3
+
+
+def test_the_store_is_that_of_the_tokenizer_or_in_the_cache(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHRL_RLOO_CACHE", str(tmp_path / "cache"))
+    tokenizer = SimpleNamespace(images=SimpleNamespace(store=store), chat_template="{{ messages }}")
+    for arguments, folder in (({"tokenizer": tokenizer}, store.folder), ({}, tmp_path / "cache" / "images")):
+        monkeypatch.setattr("torchrl_rloo.data.prompts.encode_prompts", lambda *a, **k: [[1]])
+        dataset = load_prompts([{"prompt": "a", "image": PNGS[0]}], **arguments)
+        assert Path(image_paths(dataset[0]["query"])[0]).parent == folder
 
 
 def test_pictures_in_memory_are_stored_by_their_pixels(store):

@@ -18,8 +18,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.templates import encode_prompt, render
 from torchrl_rloo.envs import ChatEnv
-from torchrl_rloo.images import ImageEncoder
-from torchrl_rloo.images.encoder import PassImages
+from torchrl_rloo.images.encoder import ImageEncoder, PassImages
 from torchrl_rloo.modules import TransformersWrapper, add_adapter
 from torchrl_rloo.modules.policies import padded_arguments
 

@@ -8,7 +8,8 @@ import transformers as T
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchrl_rloo.images import ImageEncoder, ImageStore
+from torchrl_rloo.images import ImageStore
+from torchrl_rloo.images.encoder import ImageEncoder
 
 MARKS = {
     "qwen": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
@@ -40,7 +41,9 @@ def tokenizer_of(kind: str) -> T.PreTrainedTokenizerFast:
     )
     core.train_from_iterator(corpus, trainer)
     core.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS[kind]])
-    tokenizer = T.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>")
+    named = zip(("image_token", "boi_token", "eoi_token"), MARKS[kind], strict=False) if kind == "gemma" else ()
+    marks = {"eos_token": "<|end|>", "pad_token": "<|pad|>", **dict(named)}
+    tokenizer = T.PreTrainedTokenizerFast(tokenizer_object=core, **marks)
     tokenizer.chat_template = (
         "{% for m in messages %}<|start|>{{ m['role'] }}\n"
         "{% for part in m['content'] %}{% if part['type'] == 'image' %}"
@@ -51,7 +54,7 @@ def tokenizer_of(kind: str) -> T.PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build(family: str, folder, seed: int = 0):
+def build(family: str, folder, seed: int = 0, head_dim: int = 16):
     """Return model, tokenizer (with its encoder of images) and store."""
     kind = _KIND[family]
     tokenizer = tokenizer_of(kind)
@@ -63,7 +66,7 @@ def build(family: str, folder, seed: int = 0):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "max_position_embeddings": 2048,
         "pad_token_id": 0,
         "eos_token_id": tokenizer.eos_token_id,

@@ -217,8 +217,8 @@ def load_prompts(
         template_kwargs: arguments of the chat template.
         max_prompt_length: largest number of tokens, template included. Longer prompts are dropped. None disables it.
         limit: number of rows to read from the start. None reads all.
-        images: store of the images, or its folder. None is the store of the ``tokenizer``, if its model sees images,
-            or a folder in the user's cache. Relative paths start from the folder of the source's file.
+        images: store of the images, or its folder. None is that of the tokenizer, else
+            :class:`~torchrl_rloo.images.ImageStore` in the user's cache. Relative paths start from the source's folder.
 
     Raises:
         FileNotFoundError: if ``source`` is neither a local path nor a reachable hub dataset.

@@ -16,6 +16,8 @@ from torchrl_rloo.diagnostics.parity import log_prob_gap
 from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.head import evaluation_mode
 from torchrl_rloo.engines.pool import EnginePool
+from torchrl_rloo.functional.sampling import SamplingDistribution
+from torchrl_rloo.images.encoder import ImageEncoder, digests, encoder_of
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.weight_update import WeightSyncError, WeightUpdater
@@ -27,6 +29,7 @@ PROMPTS = (
     # Long enough to fill blocks of a prefix cache, which the push must invalidate
     "First write down each step, then put the answer in a box. Do not guess before you know. " * 4,
 )
+IMAGE_SIZE = (96, 64)  # of the image of one more prompt, for vision-language models
 PROMPT_TOKENS, NEW_TOKENS = 96, 16  # largest number of tokens of each prompt and its continuation
 
 FLOAT32_GAP = 1e-3  # nats at any token, more than rounding to float32 explains
@@ -162,6 +165,15 @@ def _check_result(found: SelfTest, tolerance: float | None) -> None:
         )
 
 
+def _image_request(tokenizer: Any, encoder: ImageEncoder, limit: int, distribution: SamplingDistribution) -> Request:
+    """Return a request with an image, without which weights of the connector would not be tested."""
+    from PIL import Image
+
+    path = encoder.store.add(Image.linear_gradient("L").resize(IMAGE_SIZE).convert("RGB"))
+    ids = tokenizer(encoder.expand(f"{encoder.family.placeholder}What is this?", [path]))["input_ids"]
+    return Request(ids, limit, len(PROMPTS), distribution, images=encoder.spans(ids, [path]))
+
+
 class _Probe:
     """Fixed requests to all engines, and the model's log-probs of their samples."""
 
@@ -171,7 +183,13 @@ class _Probe:
         context = min([e.context_length for e in engines if e.context_length] or [PROMPT_TOKENS + NEW_TOKENS])
         new = min(NEW_TOKENS, context // 2)
         ids = [tokenizer(text)["input_ids"][: min(PROMPT_TOKENS, context - new)] for text in PROMPTS]
-        self.requests = [Request(prompt, limit=new, seed=i) for i, prompt in enumerate(ids)]
+        distribution = self.scorer.distribution
+        self.requests = [Request(prompt, new, i, distribution) for i, prompt in enumerate(ids)]
+        if (encoder := encoder_of(tokenizer)) is not None and all(
+            e.image_settings == encoder.settings() for e in engines
+        ):
+            request = _image_request(tokenizer, encoder, new, distribution)
+            self.requests += [request] if len(request.prompt) + new <= context else []
 
     def sample(self) -> TensorDict:
         """Sample one row per engine and request, with the engine's log-probs; the same rows on all ranks."""
@@ -184,6 +202,8 @@ class _Probe:
                 n, tokens = len(request.prompt), torch.tensor([*request.prompt, *sample.tokens])
                 log_probs = torch.tensor([0.0] * n + list(sample.log_probs))
                 row = {keys.TOKENS: tokens, keys.ACTION_MASK: torch.arange(len(tokens)) >= n, keys.LOG_PROBS: log_probs}
+                if request.images:
+                    row[keys.IMAGES] = digests([image.path for image in request.images])
                 rows.append(TensorDict(row, []))
         return stack_rows(rows)
 

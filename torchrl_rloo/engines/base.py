@@ -96,6 +96,8 @@ def check_sample(sample: Any, request: Request, *, vocab_size: int, version: int
         wrong = f"finish={finish!r}, which must be one of {get_args(Finish)}"
     elif outside:
         wrong = f"the id {outside[0]}, but ids must be from 0 to {vocab_size - 1}; sample with the policy's model"
+    elif bad := set(tokens) & set(request.distribution.excluded):
+        wrong = f"the excluded id {min(bad)}, whose probability is 0; sample with the request's distribution"
     elif bad := [v for v in versions if not 0 <= v <= version]:
         wrong = f"version {bad[0]}, but versions must be from 0 to {version}, the engine's current one"
     elif bad := [v for v in log_probs if not (isfinite(v) and v <= _ROUNDING)]:
@@ -141,11 +143,14 @@ class Sampler(ABC):
         context_length: maximum number of tokens of prompt and turn together; None if the engine does not report it.
         vocab_size: number of ids that the model may sample; None if the engine does not report it.
         stop_ids: ids that end a turn according to the model, in addition to the tokenizer's.
+        image_settings: settings of the engine's images, as :meth:`~torchrl_rloo.images.ImageEncoder.settings` returns
+            them; None if the engine samples from text only.
     """
 
     context_length: int | None = None
     vocab_size: int | None = None
     stop_ids: tuple[int, ...] = ()
+    image_settings: dict[str, Any] | None = None
 
     @abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
@@ -310,6 +315,7 @@ class BatchedEngine(AsyncEngine):
     context_length = property(lambda self: self.sampler.context_length)
     vocab_size = property(lambda self: self.sampler.vocab_size)
     stop_ids = property(lambda self: self.sampler.stop_ids)
+    image_settings = property(lambda self: self.sampler.image_settings)
 
     def submit(self, request: Request) -> Future[Sample]:
         self._check_entry()

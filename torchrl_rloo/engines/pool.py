@@ -94,10 +94,8 @@ class EnginePool(AsyncEngine, TargetGroup):
         if max_attempts < 1:
             raise ValueError(f"max_attempts={max_attempts} must be at least 1")
         self.follows = isinstance(engines[0], MemberStatus)
-        if self.follows:
-            self.members = tuple(map(_start_following, engines))
-        else:
-            self.members = tuple(Member(engine, number) for number, engine in enumerate(engines))
+        members = map(_start_following, engines) if self.follows else map(Member, engines, range(len(engines)))
+        self.members = tuple(members)
         super().__init__(max(member.engine.request_timeout for member in self.members))
         self.vocab_size, self.stop_ids = self.members[0].target.vocab_size, self.members[0].target.stop_ids
         self.router, self.patience, self.max_attempts = router or LeastLoaded(), patience, max_attempts
@@ -117,6 +115,8 @@ class EnginePool(AsyncEngine, TargetGroup):
         self.supervisor.watch(self)
 
     # The pool as one engine
+
+    image_settings = property(lambda self: self.members[0].target.image_settings)
 
     @property
     def version(self) -> int:

@@ -22,8 +22,18 @@ from torchrl_rloo.engines.base import (
 )
 from torchrl_rloo.engines.generation import generate, model_stop_ids
 from torchrl_rloo.engines.head import current_head, find_head
-from torchrl_rloo.weight_update.protocol import OpenUpdate, StaleStepError, read_manifest, require_open, xxh3
+from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.weight_update.protocol import (
+    OpenUpdate,
+    StaleStepError,
+    check_frozen,
+    read_frozen,
+    read_manifest,
+    require_open,
+    xxh3,
+)
 from torchrl_rloo.weight_update.rotary import context_length, fix_frequencies
+from torchrl_rloo.weight_update.source import checkpoint_names
 from torchrl_rloo.weight_update.transport import Receiver, open_receiver
 
 
@@ -34,8 +44,8 @@ class TransformersEngine(Engine):
     batch. Calls from several threads run one after the other. For any ``in_flight``, :meth:`pause` waits for the
     running batch, so no turn has two versions.
 
-    Updates require all tensors of the model's ``state_dict``, tied ones under at least one name, and cast them to its
-    dtypes. With ``staged``, nothing is written before the last bucket has arrived.
+    Updates require all tensors of the model's ``state_dict`` except frozen ones, tied ones under at least one name, and
+    cast them to its dtypes. With ``staged``, nothing is written before the last bucket has arrived.
 
     Args:
         model: causal language model. The engine does not change its train/eval mode, so call ``model.eval()`` to
@@ -68,7 +78,14 @@ class TransformersEngine(Engine):
         self._busy = self._paused = False
         self._device: torch.device | None = None  # device of the model before it slept
         self._receiver: Receiver | None = None
+        self._names: dict[str, str] = {}  # in the checkpoint, if they differ there
         self._abort()
+
+    @property
+    def image_settings(self) -> dict[str, Any] | None:
+        """Settings with which the engine's tokenizer reads images."""
+        encoder = encoder_of(self.tokenizer)
+        return None if encoder is None else encoder.settings()
 
     @property
     def vocab_size(self) -> int:
@@ -170,9 +187,10 @@ class TransformersEngine(Engine):
     def _connect(self, info: Mapping[str, Any]) -> None:
         self._disconnect()
         # Check that the manifest has the names and shapes of the model
-        manifest, staged = read_manifest(info), info["staged"]
-        tensors = self.model.state_dict(keep_vars=True)  # the parameters themselves: tied ones are one object
-        for name, _, shape in manifest:
+        manifest, staged, frozen = read_manifest(info), info["staged"], read_frozen(info)
+        self._names = checkpoint_names(self.model, self.model.state_dict())
+        tensors = self._tensors()
+        for name, _, shape in [*manifest, *(one for one, _ in frozen)]:
             if name not in tensors:
                 raise EngineError(
                     f"the engine's model has no tensor {name}; it has {', '.join(list(tensors)[:3])}, ..."
@@ -181,9 +199,11 @@ class TransformersEngine(Engine):
                 raise EngineError(
                     f"the engine's {name} has shape {list(tensors[name].shape)}, but {list(shape)} is to come"
                 )
+        check_frozen(frozen, tensors.__getitem__)
         # Check that it covers the model. Tied tensors may come under one or several names
         first_name = {id(tensors[i.name]): i.name for i in reversed(manifest)}
-        if missing := [name for name, tensor in tensors.items() if id(tensor) not in first_name]:
+        kept = {id(tensors[one.name]) for one, _ in frozen}
+        if missing := [name for name, tensor in tensors.items() if id(tensor) not in first_name.keys() | kept]:
             raise EngineError(
                 f"{len(missing)} of the engine's tensors would keep their old weights, the first is {missing[0]}; send "
                 "the whole model"
@@ -222,8 +242,13 @@ class TransformersEngine(Engine):
         self._abort()
         return update.report()
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the model's tensors by the names that are sent; tied ones are one object."""
+        tensors = self.model.state_dict(keep_vars=True)
+        return {self._names.get(name, name): tensor for name, tensor in tensors.items()}
+
     def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        tensors = self.model.state_dict()
+        tensors = self._tensors()
         for name, tensor in weights.items():
             if name in self._aliases:  # its first name arrived before
                 self._check_alias(name, tensor, tensors[name])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,11 @@ from torchrl_rloo.engines.base import (
     Request,
     Sample,
 )
+from torchrl_rloo.functional.sampling import NEVER
+from torchrl_rloo.images.store import ImageStore
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 WORKER = "torchrl_rloo.engines.vllm_worker.WeightWorker"
 BACKEND = "torchrl_rloo"
@@ -39,7 +45,7 @@ _INITIAL_VERSION = "default"  # vLLM's name of the weights that it started with
 MIN_TEMPERATURE = 0.01  # vLLM's minimum above 0
 
 _REPLICAS = "data_parallel_size"
-_SET_HERE = {"logprobs_mode", "worker_extension_cls", "weight_transfer_config"}
+_SET_HERE = {"logprobs_mode", "worker_extension_cls", "weight_transfer_config", "mm_processor_kwargs"}
 _FINISH = {"stop": "stop", "length": "length", "abort": "abort", "error": "abort"}
 
 # Environment variables that vLLM reads at import and when it starts a process. Values that the user set have priority
@@ -133,6 +139,8 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # log-probs of the sampled distribution, not of the plain softmax
         "worker_extension_cls": WORKER,
         "weight_transfer_config": {"backend": BACKEND},
+        "mm_processor_kwargs": {"use_fast": False},  # images are read with PIL, as the trainer does
+        "mm_processor_cache_gb": 1,  # of images in each of two processes; a group sends its images within seconds
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
@@ -207,19 +215,56 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "skip_special_tokens": False,  # a stop string may be a special token
         "spaces_between_special_tokens": False,
         "logprobs": 0,  # return the sampled token's only
+        # The scorer's value, whose probability is exactly 0. vLLM adds it before all other steps but the penalty
+        "logit_bias": dict.fromkeys(d.excluded, NEVER) or None,
     }
 
 
-def sample_from_output(request: Request, output: Any) -> Sample:
-    """Convert a finished ``CompletionOutput`` of vLLM to a sample, unless its weights have no policy version."""
+def short_prompt(request: Request) -> list[int]:
+    """Return the prompt as vLLM takes it, which replaces a placeholder by the tokens of each image."""
+    prompt, done = [], 0
+    for image in request.images:
+        prompt += [*request.prompt[done : image.start], *image.placeholder]
+        done = image.stop
+    return [*prompt, *request.prompt[done:]]
+
+
+def prompt_arguments(request: Request) -> dict[str, Any]:
+    """Return the prompt of a request with its images, in the form that vLLM's classes take."""
+    prompt: dict[str, Any] = {"prompt_token_ids": short_prompt(request)}
+    if request.images:
+        prompt["multi_modal_data"] = {"image": load_images(request)}
+    return prompt
+
+
+def load_images(request: Request) -> list[Image.Image]:
+    """Return the images of a request as the trainer sees them."""
+    return [ImageStore(Path(image.path).parent).load(image.path) for image in request.images]
+
+
+def check_prompt(request: Request, ids: Sequence[int] | None) -> None:
+    """Raise an EngineError unless vLLM sampled after the ids of the request, to which it expanded the images itself."""
+    if request.images and list(ids or ()) != list(request.prompt):
+        raise EngineError(
+            f"vLLM expanded the {len(request.images)} images of a prompt to {len(ids or ())} ids, which differ from "
+            f"the {len(request.prompt)} ids that are trained on; use the image processor and tokenizer of the model"
+        )
+
+
+def sample_from_output(request: Request, finished: Any) -> Sample:
+    """Convert a finished ``RequestOutput`` of vLLM to a sample, unless its weights have no policy version."""
+    check_prompt(request, finished.prompt_token_ids)
+    output = finished.outputs[0]
     tokens = list(output.token_ids)
     log_probs = [entry[token].logprob for entry, token in zip(output.logprobs or (), tokens, strict=True)]
     spans = [(s.version, s.start, s.end) for s in output.weight_versions or ()]
     return _sample(request, tokens, log_probs, output.finish_reason, spans)
 
 
-def sample_from_reply(request: Request, choice: Mapping[str, Any]) -> Sample:
-    """Convert a choice in the reply of vLLM's server to a sample, unless its weights have no policy version."""
+def sample_from_reply(request: Request, reply: Mapping[str, Any]) -> Sample:
+    """Convert the reply of vLLM's server to a sample, unless its weights have no policy version."""
+    check_prompt(request, reply.get("prompt_token_ids"))
+    choice = reply["choices"][0]
     log_probs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
     spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
     return _sample(request, choice["token_ids"] or [], log_probs, choice["finish_reason"], spans)

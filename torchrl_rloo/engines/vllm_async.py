@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import weakref
@@ -25,6 +26,7 @@ from torchrl_rloo.engines.vllm_api import (
     adapter_request,
     engine_arguments,
     model_stop_ids,
+    prompt_arguments,
     require_vllm,
     sample_from_output,
     sampling_arguments,
@@ -253,15 +255,15 @@ class Core:
         raise EngineError(f"vLLM does not start with model={os.fspath(self._model)!r}: {reason}") from error
 
     async def complete(self, request: Request, name: str, adapter: Any) -> Any:
-        """Return the finished ``CompletionOutput`` of a request."""
+        """Return the finished ``RequestOutput`` of a request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**sampling_arguments(request), output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = {"prompt_token_ids": list(request.prompt)}
+        prompt = await asyncio.to_thread(prompt_arguments, request) if request.images else prompt_arguments(request)
         async for output in self.llm.generate(prompt, params, name, lora_request=adapter):
             last = output
-        return last.outputs[0]
+        return last
 
     async def ask(self, work: Awaitable[T]) -> T:
         """Await an answer of vLLM, and convert its errors to an ``EngineError``."""

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -49,6 +50,11 @@ class VLLMEngineBase(Engine):
     @abstractmethod
     def world_size(self) -> int:
         """Number of workers of the engine. Each takes part in an update."""
+
+    @cached_property
+    def image_settings(self) -> dict[str, Any] | None:
+        """Settings with which vLLM reads images; None if the model reads text only."""
+        return self._rpc("image_settings", timeout=60.0)[0]
 
     @abstractmethod
     def _rpc(self, method: str, *args: Any, timeout: float) -> list:

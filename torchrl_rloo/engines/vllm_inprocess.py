@@ -26,6 +26,7 @@ from torchrl_rloo.engines.vllm_api import (
     engine_arguments,
     model_stop_ids,
     preserve_random_states,
+    prompt_arguments,
     require_vllm,
     sample_from_output,
     sampling_arguments,
@@ -99,7 +100,7 @@ class VLLMEngine(VLLMEngineBase):
             self._check(ready=True)
             try:
                 params = [SamplingParams(**sampling_arguments(r)) for r in requests]
-                prompts = [{"prompt_token_ids": list(r.prompt)} for r in requests]
+                prompts = [prompt_arguments(r) for r in requests]
                 with preserve_random_states():
                     outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
             except BaseException as error:
@@ -110,7 +111,7 @@ class VLLMEngine(VLLMEngineBase):
                     raise
                 kind, verb = (EngineDeadError, "failed when sampling") if self._death else (EngineError, "refused")
                 raise kind(f"vLLM {verb}: {_text(error)}") from error
-        return [sample_from_output(r, o.outputs[0]) for r, o in zip(requests, outputs, strict=True)]
+        return [sample_from_output(r, o) for r, o in zip(requests, outputs, strict=True)]
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
         check_in_flight(in_flight)
@@ -179,6 +180,7 @@ class VLLMEngine(VLLMEngineBase):
             self._adapter = adapter_request(path, new=False)
 
     def _reset_cache(self) -> None:
+        self.llm.llm_engine.reset_encoder_cache()  # of images; in the other engines, a pause drops it
         if not self.llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM did not drop its prefix cache, so samples may be of old weights; call restart()")
 

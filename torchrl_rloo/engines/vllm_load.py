@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import BoundArguments
 from typing import Any, NamedTuple
@@ -79,14 +79,21 @@ class LoadPlan:
         self.model, self.dtype, self.parameters = model, dtype, parameters
 
     @classmethod
-    def record(cls, model: nn.Module, dtype: torch.dtype, sent: Mapping[str, torch.Tensor]) -> LoadPlan | None:
+    def record(
+        cls, model: nn.Module, dtype: torch.dtype, sent: Mapping[str, torch.Tensor], kept: Collection[str] = ()
+    ) -> LoadPlan | None:
         """Return the plan of a dry run that loaded ``sent`` into layers on the meta device; None if vLLM must reload.
 
         Only layers whose loaders get the tensors as they were sent, and whose weights are not quantized, are planned.
+        Layers that got tensors of ``kept`` only are left as they are.
         """
         names, parameters = {id(tensor): name for name, tensor in sent.items()}, {}
         for layer in model.modules():
             info = layerwise.get_layerwise_info(layer)
+            values = [value for _, bound in info.loaded_weights for value in bound.arguments.values()]
+            loaded = {names[id(value)] for value in values if id(value) in names}
+            if loaded and loaded <= set(kept):
+                continue
             for name, bound in info.loaded_weights:
                 place = next((key for key, value in bound.arguments.items() if id(value) in names), None)
                 kernel = info.kernel_tensors[0].get(name)
@@ -101,7 +108,7 @@ class LoadPlan:
                 parameters.setdefault((layer, name), new).calls.append(call)
         planned = list(parameters.values())
         filled = {call.tensor for parameter in planned for call in parameter.calls}
-        return cls(model, dtype, planned) if filled == set(sent) else None
+        return cls(model, dtype, planned) if filled == set(sent) - set(kept) else None
 
     @torch.no_grad()
     @_keeping_freed_memory()

@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import weakref
+from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import suppress
+from io import BytesIO
 from os import PathLike
 from time import monotonic
 from typing import Any
@@ -23,9 +25,11 @@ from torchrl_rloo.engines.vllm_api import (
     SERVER_VARIABLES,
     UNIPROC,
     complete_arguments,
+    load_images,
     process_variables,
     sample_from_reply,
     sampling_arguments,
+    short_prompt,
 )
 from torchrl_rloo.engines.vllm_base import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
 from torchrl_rloo.runtime.http import ENCODINGS, Redactor, ReplyError, decode, plain_json, read_body
@@ -217,11 +221,13 @@ class VLLMServer(LoopEngine):
         self.version, self.failed_version, self._adapter = state
 
     async def _sample(self, request: Request) -> Sample:
-        body = {"token_ids": list(request.prompt), "sampling_params": sampling_arguments(request)}
+        body = {"token_ids": short_prompt(request), "sampling_params": sampling_arguments(request)}
+        if request.images:
+            body |= {"content_parts": await asyncio.to_thread(_image_parts, request), "return_token_ids": True}
         if self._adapter is not None:
             body["model"] = self._adapter
         reply = await self._http.post("/inference/v1/generate", None, body, repeat=True)
-        sample = sample_from_reply(request, reply["choices"][0])
+        sample = sample_from_reply(request, reply)
         self._tokens += len(sample.tokens)
         return sample
 
@@ -343,6 +349,15 @@ _HINTS = {
         "; start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as server_environment does"
     ),
 }
+
+
+def _image_parts(request: Request) -> list[dict[str, str]]:
+    """Return a request's images as ``content_parts`` of the server, without loss."""
+    parts = []
+    for image in load_images(request):
+        image.save(file := BytesIO(), "PNG", compress_level=1)
+        parts.append({"type": "image_url", "url": "data:image/png;base64," + b64encode(file.getvalue()).decode()})
+    return parts
 
 
 def _message(text: str) -> str:

@@ -13,26 +13,42 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.v1.sample.sampler import Sampler
 
 from torchrl_rloo.engines.vllm_api import BACKEND, ERROR_LOG, silence_noise
 from torchrl_rloo.engines.vllm_load import LoadPlan
-from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, OpenUpdate, TensorInfo, read_manifest, xxh3
+from torchrl_rloo.images.encoder import processor_settings
+from torchrl_rloo.weight_update.protocol import (
+    ADAPTER_FILE,
+    EngineError,
+    OpenUpdate,
+    TensorInfo,
+    check_frozen,
+    read_frozen,
+    read_manifest,
+    xxh3,
+)
 from torchrl_rloo.weight_update.transport import Receiver, open_receiver
 
 
@@ -44,6 +60,7 @@ class Connection(WeightTransferInitInfo):
     manifest: list
     staged: bool
     checksum: str = "xxh3"
+    frozen: list = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold an NCCL id
 
 
@@ -82,8 +99,10 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
     def init_transfer_engine(self, init_info: Connection) -> None:
         """Check that the manifest covers the whole model, and open the transport."""
         self.shutdown()
-        manifest = read_manifest(vars(init_info))
-        self._check_manifest(manifest)
+        manifest, frozen = read_manifest(vars(init_info)), read_frozen(vars(init_info))
+        self._check_manifest(manifest, [info for info, _ in frozen])
+        if frozen:
+            check_frozen(frozen, _checkpoint_reader(self.vllm_config))
         self.manifest, self.staged, self.kind = manifest, init_info.staged, init_info.checksum
         self.receiver = open_receiver(vars(init_info), self.device, self.parallel_config.rank)
 
@@ -183,16 +202,16 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
             if isinstance(module, ParallelLMHead) and module.weight.numel() and module.weight.data_ptr() in tables:
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
-    def _check_manifest(self, manifest: list[TensorInfo]) -> None:
-        """Run the model's loaders on tensors of the manifest's shapes, without any effect on the weights."""
+    def _check_manifest(self, manifest: list[TensorInfo], frozen: list[TensorInfo]) -> None:
+        """Run the model's loaders on tensors of the manifest's and the frozen shapes, without effect on the weights."""
         # Save the parameters that loaders overwrite at once
         process, layerwise._layerwise_process = layerwise._layerwise_process, lambda layer, info: None
         self.loading = True
         layerwise.initialize_layerwise_reload(self.model)
         in_use = [(p, p.data.clone()) for p in self.model.parameters() if not p.is_meta]
-        sent = {info.name: torch.zeros((), dtype=info.torch_dtype).expand(info.shape) for info in manifest}
+        sent = {info.name: torch.zeros((), dtype=info.torch_dtype).expand(info.shape) for info in [*manifest, *frozen]}
         try:
-            for info in manifest:
+            for info in [*manifest, *frozen]:
                 try:
                     self.model.load_weights(iter([(info.name, sent[info.name])]))
                 except Exception as error:
@@ -202,7 +221,8 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
                     ) from error
             self._check_complete()
             on_cpu = self.device.type == "cpu"
-            self.plan = LoadPlan.record(self.model, self.model_config.dtype, sent) if on_cpu else None
+            kept = {info.name for info in frozen}
+            self.plan = LoadPlan.record(self.model, self.model_config.dtype, sent, kept) if on_cpu else None
         finally:
             layerwise._layerwise_process = process
             self.abort_update()
@@ -222,6 +242,20 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
                     f"the update fills {loaded} of {expected} elements of {name}, whose others would keep their old "
                     "weights; send the whole model"
                 )
+
+
+def _checkpoint_reader(config: VllmConfig) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a tensor of the engine's checkpoint by its name."""
+    model, loader = config.model_config, get_model_loader(config.load_config)
+    _, paths, *_ = loader._prepare_weights(model.model, None, model.revision, False, None)
+    files = {name: file for path in paths for file in [safe_open(path, "pt")] for name in file.keys()}  # noqa: SIM118
+
+    def read(name: str) -> torch.Tensor:
+        if name not in files:
+            raise EngineError(f"the engine's checkpoint has no frozen tensor {name}; set train_vision=True to send it")
+        return files[name].get_tensor(name)
+
+    return read
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, RLOOWeightTransfer)
@@ -257,6 +291,16 @@ class WeightWorker:
         update = self.weight_transfer_engine.update
         report = update.report() if update else {"version": None, "checksums": [], "tensors": 0}
         return {"rank": self.rank, **report}
+
+    def image_settings(self) -> dict[str, Any] | None:
+        """Return the settings of the model's images, as ``ImageEncoder.settings`` does; None if it reads text only."""
+        config = self.model_config
+        if not config.is_multimodal_model or not config.get_multimodal_config().get_limit_per_prompt("image"):
+            return None
+        processor = MULTIMODAL_REGISTRY.create_processor(config).info.get_hf_processor().image_processor
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention).values()
+        sees_whole = config.is_mm_prefix_lm and all(layer.attn_backend.supports_mm_prefix() for layer in layers)
+        return processor_settings(processor, sees_whole)
 
     def announce_weight_update(self, version: int, verify: bool) -> None:
         """Open the update of a version, whose buckets have checksums if ``verify``."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 _DRAWN_ELEMENTS = 2**19  # logits drawn from at once: 2 MiB in float32
-_NEVER = -1e30  # logit of excluded tokens: their probability is 0, and unlike infinity it gives no NaN
+NEVER = -1e30  # logit of excluded tokens: their probability is 0, and unlike infinity it gives no NaN
 _GROUP_TOKENS = 512  # tokens whose probabilities are summed before the search
 
 
@@ -132,7 +132,7 @@ def process_logits(
 def exclude_(logits: torch.Tensor, ids: tuple[int, ...], first: int = 0) -> torch.Tensor:
     """Give excluded ids probability 0 in logits ``[N, v]`` of the ids from ``first`` on, in place."""
     inside = [i - first for i in ids if 0 <= i - first < logits.shape[-1]]
-    return logits.index_fill_(-1, torch.tensor(inside, device=logits.device), _NEVER) if inside else logits
+    return logits.index_fill_(-1, torch.tensor(inside, device=logits.device), NEVER) if inside else logits
 
 
 def sample_tokens(

@@ -6,9 +6,11 @@ expands images in the same way.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import torch
 
 from torchrl_rloo.images.families import FAMILIES
 from torchrl_rloo.images.store import ImageError, ImageStore, digest_of, upright_size
+from torchrl_rloo.runtime.files import write_text
 
 CACHE_BYTES = 2**30  # of the tensors of images that are kept for further passes
 
@@ -65,18 +68,27 @@ class ImageEncoder:
         self.texts = tuple({self.family.image_text, self.family.placeholder})
         self._sizes: dict[str, tuple[int, int]] = {}
         self._tensors: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._cached_bytes = 0
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_tensors", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tensors=OrderedDict(), _lock=Lock())
+        self.__dict__.update(state, _tensors=OrderedDict(), _cached_bytes=0, _lock=Lock())
 
     def settings(self) -> dict[str, Any]:
-        """Return class and settings of the image processor, which both ends of a run must share."""
-        kept = {name: value for name, value in self.family.processor.to_dict().items() if name != "processor_class"}
-        return {"image_processor_type": type(self.family.processor).__name__.removesuffix("Pil"), **kept}
+        """Return class and settings of the image processor, and the attention, which both ends of a run must share."""
+        return processor_settings(self.family.processor, self.family.sees_whole_images)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Save the image processor in a model's folder, as :class:`~transformers.AutoProcessor` and vLLM read it."""
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+        self.family.processor.save_pretrained(folder)
+        name = PROCESSOR_MAPPING_NAMES[self.family.config.model_type]
+        text = json.dumps({"processor_class": name, **self.family.processor_arguments()}, indent=2)
+        write_text(Path(folder) / "processor_config.json", text + "\n")
 
     def expand(self, text: str, paths: Sequence[str]) -> str:
         """Replace the placeholders of a rendered text by the tokens of its images."""
@@ -129,9 +141,10 @@ class ImageEncoder:
         except Exception as error:
             raise ImageError(f"image {os.fspath(path)!r} cannot be processed: {error}") from error
         with self._lock:
+            self._cached_bytes += _bytes(tensors) - _bytes(self._tensors.get(digest, {}))
             self._tensors[digest] = tensors
-            while len(self._tensors) > 1 and sum(map(_bytes, self._tensors.values())) > self.cache_bytes:
-                self._tensors.popitem(last=False)
+            while len(self._tensors) > 1 and self._cached_bytes > self.cache_bytes:
+                self._cached_bytes -= _bytes(self._tensors.popitem(last=False)[1])
         return tensors
 
     def blank(self) -> dict[str, torch.Tensor]:
@@ -159,6 +172,14 @@ class ImageEncoder:
                 f"a row has {places} image tokens, but its {len(paths)} images have {expected}; keep the ids and the "
                 "'images' that ChatEnv wrote"
             )
+
+
+def processor_settings(processor: Any, sees_whole_images: bool) -> dict[str, Any]:
+    """Return what decides the pixels and the attention of a model's images, as plain JSON."""
+    own = {name: value for name, value in processor.to_dict().items() if name != "processor_class"}
+    # The class is that of both backends, whose pixels differ
+    settings = {"backend": getattr(processor, "backend", "pil"), "sees_whole_images": sees_whole_images, **own}
+    return json.loads(json.dumps(settings, default=str))
 
 
 def digests(paths: Sequence[str]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.images.encoder import ImageEncoder
 from torchrl_rloo.images.families import is_family
 from torchrl_rloo.images.store import ImageStore
+from torchrl_rloo.images.towers import frozen_towers, language_model_name, vision_towers
 from torchrl_rloo.modules.gguf import local_model
 from torchrl_rloo.modules.policies import checkpointing_layers
 from torchrl_rloo.runtime.lookup import HUB_KWARGS, check_path, did_you_mean, parse_dtype
@@ -26,6 +27,8 @@ from torchrl_rloo.weight_update.rotary import set_context_length
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def load_model(
@@ -40,6 +43,7 @@ def load_model(
     meta: bool = False,
     context_length: int | None = None,
     images: str | os.PathLike | None = None,
+    train_vision: bool = False,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, which may also see images, and its tokenizer.
@@ -65,6 +69,7 @@ def load_model(
             the model's. It decides rotary frequencies that depend on the length (``longrope``, ``dynamic``), so pass
             the same for policy, reference and engine.
         images: see :func:`load_tokenizer`.
+        train_vision: whether to train the vision tower of a vision-language model. A frozen one is not sent to engines.
         **kwargs: arguments of ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...). Those that
             locate a model (``revision=``, ``trust_remote_code=``, ...) are also passed to :func:`load_tokenizer`.
 
@@ -107,6 +112,9 @@ def load_model(
             )
     if context_length is not None:
         set_context_length(model, context_length)
+    if not train_vision:
+        for tower in vision_towers(model):
+            tower.requires_grad_(False)
     return model.to(device).eval(), tokenizer
 
 
@@ -270,7 +278,8 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
     Args:
         model: base model; its weights are frozen, and may be quantized. A ``PeftModel`` of this function gets one more
             adapter, which is trained but not active; see :class:`~torchrl_rloo.modules.RoleAdapters`.
-        config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``.
+        config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``. With a frozen vision tower, only
+            the language model gets an adapter.
         name: name of the adapter.
 
     Returns:
@@ -301,7 +310,7 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
         raise ValueError(
             f"unknown names {unknown} in lora={dict(config)}{hint}; use r, lora_alpha, target_modules, ..."
         )
-    settings = LoraConfig(task_type="CAUSAL_LM", **config)
+    settings = LoraConfig(task_type="CAUSAL_LM", **_of_language_model(model, config))
     with _adapters_off_meta():
         if not isinstance(model, PeftModel):
             adapted = get_peft_model(use_exact_products(model), settings, adapter_name=name).eval()
@@ -316,6 +325,18 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
                 parameter.requires_grad_(True)
             adapted = model.eval()
     return omit_quantization_states(adapted) if four_bit_layers(adapted) else adapted
+
+
+def _of_language_model(model: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``LoraConfig``, which leave out all but the language model if the vision tower is frozen."""
+    if not frozen_towers(model):
+        return dict(config)
+    if "exclude_modules" in config:
+        raise ValueError(
+            f"exclude_modules={config['exclude_modules']!r} cannot be combined with a frozen vision tower, which gets "
+            "no adapter; choose with target_modules"
+        )
+    return {**config, "exclude_modules": rf"(?!(?:.*\.)?(?:{language_model_name(model)}|lm_head)(?:\.|$)).*"}
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchrl_rloo.engines.root import replica_of
+from torchrl_rloo.images.encoder import encoder_of
 from torchrl_rloo.modules.policies import adapter_disabled
 from torchrl_rloo.runtime.files import atomic_write, explained, make_folder, write_text
 from torchrl_rloo.runtime.ranks import RankError
@@ -278,7 +279,7 @@ def save_merged(
         save_merged(model, tokenizer, "merged")
     """
     with nullcontext() if adapter else adapter_disabled(model):
-        source = WeightSource(model, dtype=dtype)
+        source = WeightSource(model, dtype=dtype, for_engines=False)
         state = {}
         for number, info in enumerate(source.manifest()):  # one tensor at a time on the model's device
             (tensor,) = source.tensors(number, number + 1)
@@ -319,15 +320,22 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     """
     folder = Path(folder)
     if is_collective(model):
-        save_on_all(model, folder, lambda: _save_tokenizer(tokenizer, folder))
+        save_on_all(model, folder, lambda: _begin_folder(tokenizer, folder))
         return folder
-    _save_tokenizer(tokenizer, folder)
+    _begin_folder(tokenizer, folder)
     with explained(folder):
         model.save_pretrained(folder)
     return folder
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> None:
+    """Save a tokenizer with the image processor of its model, if it has one, as vLLM and ``load_tokenizer`` need it."""
+    tokenizer.save_pretrained(folder)
+    if (encoder := encoder_of(tokenizer)) is not None:
+        encoder.save(folder)
+
+
+def _begin_folder(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a tokenizer in a folder without weights and links."""
     make_folder(folder)
     for stale in (
@@ -338,4 +346,4 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     ):
         stale.unlink(missing_ok=True)
     with explained(folder):
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)

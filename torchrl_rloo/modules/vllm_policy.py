@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import MAX_ABORTS, Engine, EngineError, Request, Sample, check_sample
 from torchrl_rloo.engines.generation import Generated, end_of_sequence_ids
+from torchrl_rloo.images.encoder import ImageEncoder
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
 from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
@@ -81,6 +82,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         )
         self.engine = engine
         self._newest_version = 0
+        self._images_agree = False  # True once the engine's images were compared with the scorer's
         self.out_keys.append(keys.ACTION_VERSIONS)
 
     @property
@@ -130,6 +132,9 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
 
     def _request(self, row: TensorDictBase, prompt: torch.Tensor, seed: int) -> Request:
         paths, ids = self._image_paths(row), prompt.tolist()
+        if paths and not self._images_agree:
+            check_image_settings(self.engine, self.images)
+            self._images_agree = True
         return Request(
             prompt=ids,
             limit=self._limit(row, len(prompt), self.context_length),
@@ -187,6 +192,20 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
             if any(string in text for string in strings):
                 return Sample(sample.tokens[:n], sample.log_probs[:n], "stop", sample.versions[:n])
         return sample
+
+
+def check_image_settings(engine: Engine, encoder: ImageEncoder) -> None:
+    """Raise a ValueError unless an engine sees images as the scorer does."""
+    own, wanted = engine.image_settings, encoder.settings()
+    if own is None:
+        raise ValueError(f"{type(engine).__name__} samples from text only; use an engine of the vision-language model")
+    different = sorted(name for name in own.keys() | wanted.keys() if own.get(name) != wanted.get(name))
+    if different:
+        pairs = ", ".join(f"{name}={own.get(name)!r} instead of {wanted.get(name)!r}" for name in different)
+        raise ValueError(
+            f"{type(engine).__name__} sees images differently from the scorer: {pairs}; start it with the folder of "
+            "the trained model and without settings for images, or use another engine"
+        )
 
 
 def _session(row: TensorDictBase) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class RequestBatch(NamedTuple):
     def entry(number: int, request: Request) -> tuple[tuple, array]:
         """Encode one numbered request, or raise TypeError or OverflowError if its prompt is not of ids."""
         r = request
-        options = (r.limit, r.seed, r.distribution, r.stop_ids, r.stop_strings, r.session)
+        options = (r.limit, r.seed, r.distribution, r.stop_ids, r.stop_strings, r.session, r.images)
         return (number, len(r.prompt), options), array("i", r.prompt)
 
     @classmethod
@@ -161,6 +161,7 @@ class EngineFacts(NamedTuple):
     context_length: int | None
     vocab_size: int | None
     stop_ids: tuple[int, ...]
+    image_settings: dict[str, Any] | None
     counts_running_tokens: bool
     node_id: str
     pid: int
@@ -209,6 +210,7 @@ class EngineActor:
                 engine.context_length,
                 engine.vocab_size,
                 tuple(engine.stop_ids),
+                engine.image_settings,
                 self._engine.counts_running_tokens,
                 ray.get_runtime_context().get_node_id(),
                 os.getpid(),

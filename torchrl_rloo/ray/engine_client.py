@@ -81,6 +81,7 @@ class RayEngineClient(SharedEngine):
         self.handle = handle
         facts = handle.facts
         self.context_length, self.vocab_size, self.stop_ids = facts.context_length, facts.vocab_size, facts.stop_ids
+        self.image_settings = facts.image_settings
         self.counts_running_tokens, self.node_id, self.pid = facts.counts_running_tokens, facts.node_id, facts.pid
         self.is_near = facts.node_id == require_ray().get_runtime_context().get_node_id()
         self.start_count = handle.start_count

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from torchrl_rloo.images.towers import language_model_name
 from torchrl_rloo.weight_update.delivery import Deliveries, Delivery, Snapshot
 from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, EngineError, InFlight, TargetGroup, WeightTarget, xxh3
 from torchrl_rloo.weight_update.publisher import Publisher
@@ -202,5 +203,10 @@ def _plain_adapter(model: Any) -> str:
     if others := [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]:
         raise ValueError(
             f"{others[0]} is trained but is not part of the adapter, so engines would never receive it; freeze it"
+        )
+    language = language_model_name(model)
+    if seen := [n for n, _ in model.named_parameters() if ".lora_" in n and language and f".{language}." not in n]:
+        raise ValueError(
+            f"engines would ignore {seen[0]}, which sees images; use WeightPublisher to send merged weights"
         )
     return active[0]

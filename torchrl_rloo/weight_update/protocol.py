@@ -4,7 +4,8 @@ An update consists of ``connect`` (once), ``start``, one ``bucket`` message per 
 plain JSON, except for the tensors:
 
 - connect: ``{"transport": name, "options": {...}, "manifest": [[name, dtype, shape], ...], "staged": bool, "checksum":
-  kind}``, with a kind of :data:`CHECKSUMS`, ``"xxh3"`` by default
+  kind, "frozen": [[name, dtype, shape, xxh3], ...]}``, with a kind of :data:`CHECKSUMS`, ``"xxh3"`` by default, and the
+  tensors that will not be sent
 - start: ``{"version": int, "verify": bool}``, with ``verify`` if all buckets have a checksum, which is the default
 - bucket: ``{"version": int, "bucket": int, "first": int, "last": int, "checksum": str | None, "payload": {...}}``, with
   the tensors ``first`` to ``last - 1`` of the manifest
@@ -176,6 +177,23 @@ class TensorInfo(NamedTuple):
 def read_manifest(info: Mapping[str, Any]) -> list[TensorInfo]:
     """Return the manifest in the message of ``connect``."""
     return [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in info["manifest"]]
+
+
+def read_frozen(info: Mapping[str, Any]) -> list[tuple[TensorInfo, str]]:
+    """Return the tensors that will not be sent, with their checksums, in the message of ``connect``."""
+    return [
+        (TensorInfo(name, dtype, tuple(shape)), checksum) for name, dtype, shape, checksum in info.get("frozen") or ()
+    ]
+
+
+def check_frozen(frozen: Sequence[tuple[TensorInfo, str]], own: Callable[[str], torch.Tensor]) -> None:
+    """Raise EngineError unless the engine's tensors, by name, are those that the trainer does not send."""
+    for info, expected in frozen:
+        if (checksum := xxh3([own(info.name).to(info.torch_dtype)])) != expected:
+            raise EngineError(
+                f"the frozen tensor {info.name} has checksum {checksum} in the engine, but {expected} in the trainer; "
+                "start the engine with the trainer's checkpoint and dtype, or send all tensors with train_vision=True"
+            )
 
 
 def plan_buckets(manifest: Sequence[TensorInfo], bucket_bytes: int) -> list[tuple[int, int]]:

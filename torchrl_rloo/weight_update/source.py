@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from torchrl_rloo.images.towers import frozen_towers, vision_language_model
 from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.weight_update.four_bit import compute_dtype, dequantize, is_four_bit
-from torchrl_rloo.weight_update.protocol import TensorInfo, unpack
+from torchrl_rloo.weight_update.protocol import TensorInfo, unpack, xxh3
 from torchrl_rloo.weight_update.shards import (
     SENDER,
     Piece,
@@ -40,6 +41,9 @@ class WeightSource:
     The deltas of LoRA adapters are added to copies of their base weights. Weights in 4 bits are dequantized to the
     dtype of their products, so engines hold the numbers that the model computes with.
 
+    The frozen vision tower of a vision-language model is not sent. Engines have it from the checkpoint, and compare its
+    checksums with ``frozen`` when they connect.
+
     The model does not change. A tensor that is not gathered, merged or cast shares the model's memory.
 
     Args:
@@ -51,6 +55,7 @@ class WeightSource:
         convert: function from a name and tensor of the model to pairs of names and tensors of the checkpoint. It may
             rename or split a tensor, or return no pairs to leave it out. It is also called with tensors on the meta
             device, so names and shapes must depend only on the name and shape. None keeps names and tensors.
+        for_engines: False includes frozen vision towers, and uses the names of the model's ``state_dict``.
 
     Raises:
         ValueError: if merged weights cannot represent an adapter: it is not plain LoRA (DoRA, IA3, prompts, ...), or it
@@ -60,6 +65,7 @@ class WeightSource:
 
     Attributes:
         sends: True if this process sends, which is rank 0.
+        frozen: name, dtype, shape and checksum of all tensors that are not sent; empty on other ranks.
 
     Example:
         >>> from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -77,16 +83,31 @@ class WeightSource:
         dtype: torch.dtype | None = None,
         rank: int | None = None,
         convert: Convert | None = None,
+        for_engines: bool = True,
     ):
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype} must be a floating-point dtype or None")
         self.model, self.dtype, self.convert = model, dtype, convert
         self.sends = is_sender(rank)
-        self._parts = _list_parts(model)
+        towers = frozen_towers(model) if for_engines else []
+        frozen = {id(module) for tower in towers for module in tower.modules()}
+        parts = _list_parts(model)
+        self._kept = [part for part in parts if id(part.module) in frozen]
+        self._parts = [part for part in parts if id(part.module) not in frozen]
+        if for_engines:
+            names = checkpoint_names(model, {part.name: part.tensor for part in parts})
+            self._kept, self._parts = (
+                [part._replace(name=names.get(part.name, part.name)) for part in some]
+                for some in (self._kept, self._parts)
+            )
         self._layout = [[TensorInfo.of(*out) for out in self._convert(p, self._meta(p))] for p in self._parts]
         names = [info.name for info in self.manifest()]
         if twice := sorted(name for name, times in Counter(names).items() if times > 1):
             raise ValueError(f"tensor {twice[0]} would be sent twice; convert must return each name once")
+        self.frozen: list[tuple[TensorInfo, str]] = []
+        for part in self._kept:
+            for value in gather([self._value(part).detach()], SENDER):
+                self.frozen += [(TensorInfo.of(*pair), xxh3([pair[1]])) for pair in self._convert(part, value)]
 
     def manifest(self) -> list[TensorInfo]:
         """Return name, dtype and shape of all tensors in the order of :meth:`tensors`."""
@@ -114,6 +135,8 @@ class WeightSource:
             if infos and start < last and first < end:
                 chosen.append((infos, part, slice(max(first - start, 0), last - start)))
             start = end
+        if thawed := [part.name for part in self._kept if part.tensor.requires_grad]:
+            raise ValueError(f"{thawed[0]} was frozen, but is trained by now; make a new WeightSource")
         reshard(self.model)
         values = gather([self._value(part) for _, part, _ in chosen], to)
 
@@ -164,6 +187,23 @@ class WeightSource:
                 delta = _adapter_delta(layer, adapter, part)
                 value = value + (gather([delta], None)[0] if part.is_four_bit else delta)
         return value.to(self._dtype_of(part))  # still sharded, so that it is gathered only once
+
+
+def checkpoint_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the names in the checkpoint of tensors of a vision-language model, by those in its ``state_dict``.
+
+    For other models, names are equal.
+    """
+    if (base := vision_language_model(model)) is None:
+        return {}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = {}
+    for name, tensor in tensors.items():
+        saved = revert_weight_conversion(base, {name: torch.empty(tensor.shape, device="meta")})
+        if len(saved) == 1 and next(iter(saved.values())).shape == tensor.shape:
+            (names[name],) = saved
+    return names
 
 
 class GatherError(RuntimeError):

@@ -54,6 +54,7 @@ class WeightSnapshot(Snapshot):
     """Buckets of a version in the storage of a transport."""
 
     manifest: list[TensorInfo]
+    frozen: list[tuple[TensorInfo, str]]
     buckets: list[tuple[int, int]]
     transport: Transport
     storage: Storage
@@ -183,6 +184,7 @@ class WeightPublisher(Publisher):
             version,
             storage.kept,
             manifest=manifest,
+            frozen=self.source.frozen,
             buckets=buckets,
             transport=self.transport,
             storage=storage,
@@ -251,7 +253,8 @@ class WeightPublisher(Publisher):
         transport, peer = snapshot.transport, delivery.peer
 
         def connect(engine: WeightTarget) -> None:
-            wanted = (transport, snapshot.manifest, self.staged, self.checksum, engine.start_count)
+            tensors = (snapshot.manifest, snapshot.frozen)
+            wanted = (transport, *tensors, self.staged, self.checksum, engine.start_count)
             if peer.connected_to == wanted:
                 return
             peer.disconnect()
@@ -262,6 +265,7 @@ class WeightPublisher(Publisher):
                 "manifest": [[info.name, info.dtype, list(info.shape)] for info in snapshot.manifest],
                 "staged": self.staged,
                 "checksum": self.checksum,
+                "frozen": [[*info, checksum] for info, checksum in snapshot.frozen],
             }
             try:
                 link.open(

@@ -53,6 +53,10 @@ class Family:
         """Join the arguments of several images, in the order of their tokens."""
         return {name: torch.cat([image[name] for image in images]) for name in images[0]}
 
+    def processor_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the model's processor class, which ``processor_config.json`` keeps."""
+        return {}
+
     def positions(self, ids: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> torch.Tensor | None:
         """Return position ids ``[3, T]`` of a row with ids ``[T]``; None for ordinary ones."""
         return None

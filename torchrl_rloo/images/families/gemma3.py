@@ -36,6 +36,9 @@ class Gemma3(Family):
     def process(self, image: Any) -> dict[str, torch.Tensor]:
         return {"pixel_values": super().process(image)["pixel_values"]}
 
+    def processor_arguments(self) -> dict[str, Any]:
+        return {"image_seq_length": int(self.config.mm_tokens_per_image)}
+
     def span(self, ids: Sequence[int], first: int, stop: int) -> tuple[int, int, tuple[int, ...]]:
         # The two line breaks around an image are one token with those of the text next to it
         counts = {i: k for k, i in self.newlines.items()}

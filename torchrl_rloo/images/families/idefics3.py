@@ -50,6 +50,9 @@ class Idefics3(Family):
 
         return {name: torch.cat([padded(image[name]) for image in images], 1) for name in images[0]}
 
+    def processor_arguments(self) -> dict[str, Any]:
+        return {"image_seq_len": self.tile}
+
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and columns of tiles, 0 for an image that is not cut."""
         width, height = size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -35,3 +36,8 @@ class LlavaNext(Family):
         tiles = [image["pixel_values"] for image in images]
         tiles = [pad(t, (0, 0, 0, 0, 0, 0, 0, most - t.shape[1])) for t in tiles]
         return {"pixel_values": torch.cat(tiles), "image_sizes": torch.cat([image["image_sizes"] for image in images])}
+
+    def processor_arguments(self) -> dict[str, Any]:
+        strategy = self.config.vision_feature_select_strategy
+        patch = {"patch_size": self.config.vision_config.patch_size, "num_additional_image_tokens": 1}
+        return {"vision_feature_select_strategy": strategy, **patch}
