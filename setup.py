@@ -19,6 +19,7 @@ REQUIRES = [
     "hydra-core>=1.3,<1.4",  # configuration of the recipes
     "tensorboard>=2.16,<3",  # default logger
     "matplotlib>=3.9,<4",  # figures of evaluations
+    "pillow>=10.1,<15",  # images of prompts; 10.1 tells transparency in every mode, transformers 5 ends before 15
     "numpy>=1.26,<3",  # random states in checkpoints, figures
     "safetensors>=0.8,<1",  # weights on disk; the lower bound is that of transformers
     "aiohttp>=3.10,<4",  # hundreds of concurrent requests to vLLM servers on one thread; datasets also depends on it

@@ -18,6 +18,7 @@ COLUMNS = {  # horizontal position of each folder in the module map, in pixels; 
     "run": 80, "cli": 80, "evaluation": 320, "diagnostics": 320, "collectors": 320, "envs": 320, "engines": 320,
     "functional": 400, "weight_update": 240, "data": 520, "rewards": 620, "modules": 520, "objectives": 620,
     "replay": 620, "training": 720, "embedded": 600, "ray": 490, "agents": 160, "runtime": 620, "sandbox": 760,
+    "images": 580,
 }  # fmt: skip
 STAGES = (  # who acts, what it does, the keys of data/keys.py that it writes, fill
     ("DataLoadingPrimer", "draws a prompt and copies it once for each generation", ("QUERY", "GROUP_ID"), BLUE),

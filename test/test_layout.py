@@ -45,7 +45,8 @@ FOLDERS = (
 
 def below(folder: str) -> set[str]:
     """Return the folders that ``folder`` may import from, except itself."""
-    return {"runtime"} if folder in ("run", "sandbox") else set(FOLDERS[FOLDERS.index(folder) + 1 :])
+    few = {"run": {"runtime", "images"}, "sandbox": {"runtime"}}
+    return few.get(folder, set(FOLDERS[FOLDERS.index(folder) + 1 :]))
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:

@@ -82,7 +82,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
 
     # Model, prompts and conversations, whose sizes must fit
     name = ranks.broadcast(lambda: resolve_model(cfg.model.name, cfg.seed, task.name, log=print), "start model")
-    model, tokenizer = cfg.model.load(name, device=str(ranks.device), meta=cfg.train.load_shards)
+    images = Path(cfg.output_dir) / "images"
+    model, tokenizer = cfg.model.load(name, device=str(ranks.device), meta=cfg.train.load_shards, images=images)
     model = model if cfg.lora is None else modules.add_adapter(model, cfg.lora)
     train_set, eval_set = cfg.data.load(task, tokenizer, cfg.seed)
     context, template = modules.context_length(model), {"template_kwargs": cfg.data.template_kwargs}

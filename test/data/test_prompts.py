@@ -192,7 +192,11 @@ def test_an_empty_source(tmp_path: Path):
         ),
         ({"prompt": [{"content": "hi"}]}, "must have text as 'role' and 'content', got {'content': 'hi'}"),
         ({"prompt": [{"role": "user"}]}, "must have text as 'role' and 'content', got {'role': 'user'}"),
-        ({"prompt": [{"role": "user", "content": ["hi"]}]}, "must have text as 'role' and 'content'"),
+        ({"prompt": [{"role": "user", "content": []}]}, "must have text as 'role' and 'content'"),
+        (
+            {"prompt": [{"role": "user", "content": ["hi"]}]},
+            "row 1: message 0 of prompt column 'prompt': part 0 of its content must be {'type': 'text', 'text': ...}",
+        ),
         ({"prompt": [USER]}, "row 0 and row 1 mix plain text and chat messages; use one kind for all prompts"),
         ({}, "row 1 and row 0 differ in columns ['prompt']; give all rows the same columns"),
         ({"prompt": "b", "hint": 1}, "row 1 and row 0 differ in columns ['hint']; give all rows the same columns"),
@@ -232,8 +236,8 @@ def test_values_become_plain_python():
     loaded = load_prompts([row])[0]
     assert loaded == {"query": "a", "x": 0.5, "y": [1, 2], "z": [{"k": [0, 1]}]}
     assert type(loaded["query"]) is str and type(loaded["x"]) is float
-    with raises("row 0: column 'image' has a value of type object, but requires plain values with text keys; convert"):
-        load_prompts([{"prompt": "a", "image": object()}])
+    with raises("row 0: column 'figure' has a value of type object, but requires plain values with text keys; convert"):
+        load_prompts([{"prompt": "a", "figure": object()}])
     with raises("row 0: column 'x' has a key 1, but"):
         load_prompts([{"prompt": "a", "x": [{1: 2}]}])
 
@@ -435,7 +439,8 @@ def test_a_dataset_is_an_immutable_sequence():
 def test_a_dataset_says_what_it_holds():
     rows = [*ROWS, ROWS[0]]
     assert repr(load_prompts(rows)) == (
-        "PromptDataset(3 text prompts, columns=('answer',), PromptCounts(read=3, too_long=0, duplicates=1, kept=3))"
+        "PromptDataset(3 text prompts, columns=('answer',), "
+        "PromptCounts(read=3, too_long=0, duplicates=1, kept=3, unreadable=0))"
     )
     assert "conversational" in repr(load_prompts(rows, chat=True))
     assert str(load_prompts(rows)) == "3 text prompts with answer (1 repeated)"

@@ -93,7 +93,7 @@ def test_model_size_and_seed():
 # ----------------------------------------------------------------------------------------------------------- warm start
 def test_the_loss_is_the_mean_over_assistant_tokens():
     model = build_model(TOKENIZER, 0)
-    ids, mask = _encode_demonstrations(TOKENIZER, "addition", 0, clean=False)
+    ids, mask, _ = _encode_demonstrations(TOKENIZER, "addition", 0, clean=False)
     rows = mask.sum(1).argsort()[:1500:100]  # of different lengths, and all shorter than the padded width
     ids, mask = ids[rows], mask[rows]
     assert not mask[:, -1].any() and len(mask.sum(1).unique()) > 3
@@ -105,7 +105,7 @@ def test_it_learns_and_says_so(tmp_path):
     lines: list[str] = []
     warm_start(0, steps=STEPS, cache_dir=tmp_path, log=lines.append)
     assert lines[-1].startswith(f"warm start: step {STEPS}/{STEPS}, loss ")
-    ids, mask = _encode_demonstrations(TOKENIZER, "addition", 0, clean=False)
+    ids, mask, _ = _encode_demonstrations(TOKENIZER, "addition", 0, clean=False)
     untrained = _assistant_loss(build_model(TOKENIZER, 0), ids[:64], mask[:64]).item()
     assert float(lines[-1].split()[-1]) < untrained - 0.3
 
@@ -147,7 +147,7 @@ def test_tasks_seeds_and_steps_have_results_of_their_own(built, tmp_path):
 
 @pytest.mark.parametrize("task", ["calculator", "guessing"])
 def test_all_turns_of_a_demonstration_are_learnt_and_nothing_else(task):
-    ids, mask = _encode_demonstrations(TOKENIZER, task, 0, clean=True)
+    ids, mask, _ = _encode_demonstrations(TOKENIZER, task, 0, clean=True)
     for messages, row, learnt in list(zip(TEACHERS[task](2048, 0, clean=True), ids, mask, strict=True))[:50]:
         said = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
         assert len(said) > 1 or task == "guessing"

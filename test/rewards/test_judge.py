@@ -6,10 +6,14 @@ import logging
 import math
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from aiohttp import web
+from PIL import Image
 
+from torchrl_rloo.images import ImageStore
+from torchrl_rloo.images.shown import data_uri
 from torchrl_rloo.rewards.judge import LLMJudge, NoScoreError, parse_verdict
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward_async
 from torchrl_rloo.rewards.remote import RemoteRewardError
@@ -221,3 +225,28 @@ def test_a_missing_column_is_named(serve):
     with pytest.raises(KeyError, match="judge requires column 'gold'"):
         call(judge)
     assert call(judge, COMPLETIONS[:1], gold=[5]).scores == [0]
+
+
+def test_images_of_the_prompt_are_sent_as_data_and_a_missing_one_costs_its_row(serve, tmp_path, caplog):
+    paths = [ImageStore(tmp_path).add(Image.new("RGB", (9, 7), color)) for color in ("red", "blue")]
+    prompts = [
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": p}]}] for p in paths
+    ]
+    Path(paths[1]).unlink()
+
+    async def answer(n, request, body):
+        return chat('{"reason": "seen", "score": 10}')
+
+    service = serve(answer)
+    batch = RewardBatch(prompts, COMPLETIONS[:2], [[1]] * 2, {})
+    with caplog.at_level(logging.WARNING):
+        result = asyncio.run(call_reward_async(judge_of(service), batch))
+    assert result.scores[0] == 1 and math.isnan(result.scores[1])
+    (body,) = service.bodies
+    text, image = body["messages"][1]["content"]
+    assert f"a[image 9x7 {Path(paths[0]).name[:8]}]" in text["text"]
+    assert image == {"type": "image_url", "image_url": {"url": data_uri(paths[0])}}
+    assert "not scored" in result.extra["judge_reason"][1] and "row 1" in caplog.text
+    # Without the prompt in the rubric, the judge sees neither its text nor its images
+    asyncio.run(call_reward_async(judge_of(service, "Rate {completion}"), batch))
+    assert isinstance(service.bodies[-1]["messages"][1]["content"], str)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import pickle
@@ -10,11 +12,13 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from PIL import Image
 
 from support.processes import descendants, process_state, wait_until_gone
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.tools.tool import ToolError
+from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.sandbox import PythonSession, Sandbox, SessionResult
 
 pytestmark = pytest.mark.usefixtures("sandboxed")
@@ -329,3 +333,31 @@ def test_a_channel_that_its_request_has_closed_counts_as_ended(session: PythonSe
     link._channel.close()
     link.close()
     assert not link.is_usable()
+
+
+def test_displayed_images_are_parts_of_the_result() -> None:
+    draw = "import struct, zlib\ndef chunk(kind, data):\n    return struct.pack('>I', len(data)) + kind + data + "
+    draw += "struct.pack('>I', zlib.crc32(kind + data))\nhead = struct.pack('>IIBBBBB', 3, 2, 8, 0, 0, 0, 0)\n"
+    draw += "png = b'\\x89PNG\\r\\n\\x1a\\n' + chunk(b'IHDR', head) + chunk(b'IDAT', zlib.compress(b'\\0abc\\0abc')) + "
+    draw += "chunk(b'IEND', b'')\nprint('before')\ndisplay(png)\nprint('after')"
+    python = PythonInterpreter(timeout=30, images=True)
+    assert "display" in python.description and python.returns_images
+    assert "display" not in PythonInterpreter().description
+    try:
+        session = event_loop.run(python.open({}))
+        text, image = event_loop.run(python.call(session, code=draw))
+        assert text == "before\n[image]\nafter"
+        content = base64.b64decode(image["url"].partition(",")[2])
+        assert Image.open(io.BytesIO(content)).size == (3, 2)
+        # What follows has no images; a long output keeps its images and loses its middle
+        assert event_loop.run(python.call(session, code="1 + 1")) == "2"
+        text, *images = event_loop.run(
+            python.call(session, code="display(bytes(9000))\nprint('a' * 9000)\ndisplay(png)")
+        )
+        assert len(images) == 2 and "bytes of output are left out" in text and len(text) < 6000
+        with pytest.raises(ToolError, match="takes the bytes of an image file, got str"):
+            event_loop.run(python.call(session, code="display('a')"))
+        with pytest.raises(ToolError, match="printed more than 1 MB"):
+            event_loop.run(python.call(session, code="display(bytes(1 << 20))"))
+    finally:
+        python.sandbox.close()

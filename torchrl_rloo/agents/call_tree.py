@@ -22,9 +22,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.templates import Messages, answer_turn, encode_prompt
+from torchrl_rloo.data.templates import Messages, answer_turn, encode_prompt, image_paths
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.functional.sampling import Support
+from torchrl_rloo.images.encoder import digests
+from torchrl_rloo.images.store import digest_of
 
 MessageKey = tuple[Any, ...]
 
@@ -37,6 +39,7 @@ class Sampled(NamedTuple):
     log_probs: torch.Tensor  # [n] float32, 0 on other tokens
     versions: torch.Tensor | None = None  # [a] int64, policy version of each action token
     support: Support | None = None  # ids that the sampler's truncation kept for each action token
+    images: torch.Tensor | None = None  # [n, 32] uint8, SHA-256 of each image in order; None without any
 
 
 @dataclass(eq=False)
@@ -48,6 +51,7 @@ class Prompt:
     arguments: Mapping[str, Any]  # of the chat template
     parent: Call | None  # that it continues; None if it begins a sample
     new: list[int]  # ids after the parent's, or all ids
+    images: list[str] = field(default_factory=list)  # paths of those of the new ids
     repeats: int = 0  # earlier calls with the same prompt
 
     @property
@@ -58,7 +62,7 @@ class Prompt:
     @property
     def context(self) -> Sampled:
         """Tokens before the reply."""
-        return join(self.path, self.new)
+        return join(self.path, self.new, images=self.images)
 
     def __len__(self) -> int:
         return len(self.new) + (0 if self.parent is None else len(self.parent))
@@ -106,11 +110,16 @@ class CallTree:
         named = tuple(map(message_key, messages))
         prompt = self._continued(messages, named, arguments)
         if prompt is None:
-            prompt = Prompt(messages, named, arguments, None, encode_prompt(self.tokenizer, messages, **arguments))
+            prompt = self._first(messages, named, arguments)
         taken = self._seen.setdefault(_place(prompt), set())
         prompt.repeats = next(i for i in range(len(taken) + 1) if i not in taken)
         taken.add(prompt.repeats)
         return prompt
+
+    def _first(self, messages: Messages, named: tuple[MessageKey, ...], arguments: Mapping[str, Any]) -> Prompt:
+        """Return the prompt of a call that begins a sample."""
+        ids = encode_prompt(self.tokenizer, messages, **arguments)
+        return Prompt(messages, named, arguments, None, ids, image_paths(messages))
 
     def release(self, prompt: Prompt) -> None:
         """Forget the prompt of a call without a reply; a repetition then gets its random numbers."""
@@ -145,8 +154,8 @@ class CallTree:
         whole = [*conversation, *feedback]
         self.counts["agent/rewritten"] += rewritten
         if rewritten and self.on_rewrite == "split":
-            return Prompt(whole, named, arguments, None, encode_prompt(self.tokenizer, whole, **arguments))
-        return Prompt(whole, named, arguments, parent, new)
+            return self._first(whole, named, arguments)
+        return Prompt(whole, named, arguments, parent, new, image_paths(feedback))
 
     def add(self, call: Call) -> Call:
         """Add a finished call."""
@@ -180,7 +189,9 @@ def _place(prompt: Prompt) -> tuple[Any, ...]:
     return (id(prompt.parent) if prompt.parent is not None else None, *prompt.new)
 
 
-def join(path: Sequence[Call], new: Sequence[int] = (), trained: Sequence[bool] | None = None) -> Sampled:
+def join(
+    path: Sequence[Call], new: Sequence[int] = (), trained: Sequence[bool] | None = None, images: Sequence[str] = ()
+) -> Sampled:
     """Join the calls of a path to one sequence of tokens."""
     trained = [True] * len(path) if trained is None else trained
     tokens, masks, log_probs = [], [], []
@@ -199,7 +210,9 @@ def join(path: Sequence[Call], new: Sequence[int] = (), trained: Sequence[bool] 
         versions = torch.cat([sampled.versions for sampled in kept])
     if kept and all(sampled.support is not None for sampled in kept):
         support = Support(*(torch.cat(parts) for parts in zip(*(sampled.support for sampled in kept), strict=True)))
-    return Sampled(torch.cat(tokens), torch.cat(masks), torch.cat(log_probs), versions, support)
+    paths = [*(image for call in path for image in call.prompt.images), *images]
+    shown = digests(paths) if paths else None
+    return Sampled(torch.cat(tokens), torch.cat(masks), torch.cat(log_probs), versions, support, shown)
 
 
 def rewarded_calls(calls: Sequence[Call], rewards: Mapping[str, float]) -> list[tuple[Call, float]]:
@@ -228,7 +241,11 @@ def read_sample(row: TensorDictBase, prompt_length: int) -> Sampled:
 
 
 def write_sample(row: TensorDictBase, sample: Sampled) -> TensorDictBase:
-    """Set what a row has of its action tokens other than ids, mask and log-probs, in place."""
+    """Set what a row has of a sample other than ids, mask and log-probs, in place."""
+    if sample.images is not None:
+        row.set(keys.IMAGES, sample.images)
+    elif (images := row.get(keys.IMAGES, None)) is not None:  # of the conversation's query
+        row.set(keys.IMAGES, images[:0])
     if sample.versions is not None:
         row.set(keys.ACTION_VERSIONS, sample.versions)
     if sample.support is not None:
@@ -240,9 +257,12 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
     """Return what a message says, without what clients change: white space, thinking, ids and spelling of calls."""
     role, content = message["role"], message.get("content") or ""
     role = "system" if role == "developer" else role
+    calls = tuple(map(_call_key, message.get("tool_calls") or ()))
+    if isinstance(content, list):
+        parts = (digest_of(part["url"]) if part["type"] == "image" else part["text"].strip() for part in content)
+        return role, tuple(parts), calls
     if role == "assistant":
         content = without_thinking(content)
-    calls = tuple(map(_call_key, message.get("tool_calls") or ()))
     return role, content.strip(), calls
 
 

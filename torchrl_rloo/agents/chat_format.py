@@ -37,7 +37,7 @@ def _read_message(message: Any, i: int) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         raise FormatError(f"messages[{i}].role={role!r:.50} must be one of {sorted(_ROLES)}")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    read["content"] = read_text(message.get("content"), f"messages[{i}].content")
+    read["content"] = _read_content(message.get("content"), role, f"messages[{i}].content")
     if role == "assistant":
         if calls := message.get("tool_calls"):
             read["tool_calls"] = [
@@ -51,6 +51,26 @@ def _read_message(message: Any, i: int) -> dict[str, Any]:
     return read
 
 
+def _read_content(content: Any, role: str, what: str) -> str | list[dict[str, str]]:
+    """Return a content as text, or if it has images, as parts of text and ``data:`` URIs."""
+    parts = content if isinstance(content, list) and role in ("user", "tool") else []
+    images = [isinstance(part, dict) and part.get("type") in ("image_url", "input_image") for part in parts]
+    if not any(images):
+        return read_text(content, what)
+    return [
+        image_part(part.get("image_url"), what) if is_image else {"type": "text", "text": read_text([part], what)}
+        for part, is_image in zip(parts, images, strict=True)
+    ]
+
+
+def image_part(image: Any, what: str) -> dict[str, str]:
+    """Return an image that a request contains as a part of a message."""
+    url = image.get("url") if isinstance(image, dict) else image
+    if not isinstance(url, str) or url[:5].lower() != "data:":
+        raise FormatError(f"{what} has the image {url!r:.100}; nothing is downloaded or read: send a data: URI")
+    return {"type": "image", "url": url}
+
+
 def read_text(content: Any, what: str) -> str:
     """Return the text of a message's content: text, or parts of text. None is empty."""
     if content is None:
@@ -61,7 +81,7 @@ def read_text(content: Any, what: str) -> str:
     for part in read_list(content, what):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise FormatError(f"{what} has a part of type {kind!r:.50}; the policy reads text only")
+            raise FormatError(f"{what} has a part of type {kind!r:.50}; only the user and tools may send images")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise FormatError(f"{what} has a part without text")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchrl_rloo.agents.chat_format import FormatError, positive, read_list
+from torchrl_rloo.agents.chat_format import FormatError, image_part, positive, read_list
 from torchrl_rloo.agents.session import Ask, Reply
 from torchrl_rloo.data.templates import Messages
 
@@ -46,11 +46,18 @@ def _read_message(message: Any, what: str) -> Messages:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise FormatError(f"{what}.content must be text or a list of blocks")
-    texts, calls, results = [], [], []
+    texts, calls, results, images = [], [], [], False
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
+            texts.append({"type": "text", "text": block["text"]})
+        elif kind == "image" and role == "user":
+            source = block.get("source")
+            if not isinstance(source, dict) or source.get("type") != "base64":
+                raise FormatError(f"{what}.content has an image without data; nothing is downloaded: send base64")
+            url = f"data:{source.get('media_type', '')};base64,{source.get('data', '')}"
+            texts.append(image_part(url, f"{what}.content"))
+            images = True
         elif kind == "tool_use" and role == "assistant" and isinstance(block.get("name"), str):
             named = {"name": block["name"], "arguments": block.get("input") or {}}
             calls.append({"id": str(block.get("id", "")), "type": "function", "function": named})
@@ -58,10 +65,13 @@ def _read_message(message: Any, what: str) -> Messages:
             text = _text(block.get("content") or "", f"{what}.content")
             results.append({"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id", ""))})
         elif kind not in ("thinking", "redacted_thinking"):
-            raise FormatError(f"{what}.content has a block of type {kind!r:.50}; the policy reads text and tools only")
+            raise FormatError(
+                f"{what}.content has a block of type {kind!r:.50}; the policy does not read it: remove it"
+            )
     read: Messages = list(results)
     if texts or calls or not results:
-        said: dict[str, Any] = {"role": role, "content": "".join(texts)}
+        joined = texts if images else "".join(part["text"] for part in texts)
+        said: dict[str, Any] = {"role": role, "content": joined}
         read.append(said | ({"tool_calls": calls} if calls else {}))
     return read
 

@@ -30,6 +30,8 @@ from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, decode_response
 from torchrl_rloo.envs.chat import CONVERSATION_KEYS, ChatEnv, make_stepped_row
 from torchrl_rloo.envs.tools.parsers import MalformedCall, Parser, ToolCall, without_thinking
+from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.shown import stored_messages
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -151,13 +153,20 @@ class AgentSession:
 
     def _prompt(self, ask: Ask) -> Prompt:
         arguments = dict(self.env.template_kwargs) | ({"tools": list(ask.tools)} if ask.tools else {})
-        prompt = self.tree.prompt(ask.messages, arguments)
+        prompt = self.tree.prompt(self._stored(ask.messages), arguments)
         room = self.env.token_limit
         if room is not None and len(prompt) >= room:
             self.tree.release(prompt)
             message = f"a prompt of {len(prompt)} tokens leaves none of {room}; shorten the conversation"
             raise self._refuse("total_tokens", message)
         return prompt
+
+    def _stored(self, messages: Messages) -> Messages:
+        """Return messages with their images in the store."""
+        encoder = encoder_of(self.env.tokenizer)
+        if encoder is None and any(isinstance(message.get("content"), list) for message in messages):
+            raise RefusedCallError("the policy reads text only; send no images", "invalid_messages")
+        return stored_messages(messages, encoder)
 
     def _limit_reached(self) -> str | None:
         if self.env.max_turns is not None and self._begun >= self.env.max_turns:
@@ -448,7 +457,8 @@ def _token_rewards(path: Sequence[Call], rewarded: Sequence[tuple[Call, float]])
 def _unsampled(row: TensorDictBase) -> Sampled:
     """Return the prompt of a conversation in which the policy sampled nothing."""
     tokens = row[keys.PROMPT_TOKENS]
-    return Sampled(tokens, torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(tokens)))
+    mask, images = torch.zeros(len(tokens), dtype=torch.bool), row.get(keys.IMAGES, None)
+    return Sampled(tokens, mask, torch.zeros(len(tokens)), images=images)
 
 
 def derive_seed(*values: Any) -> int:

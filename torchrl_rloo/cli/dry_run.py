@@ -93,21 +93,23 @@ def make_settings(cfg: Any, folder: Path) -> Any:
 
 def save_model(cfg: Any, folder: Path) -> str:
     """Save a random model of two layers with the tokenizer and the context of the one that the settings name."""
-    from torchrl_rloo.embedded import build_model, build_tokenizer
+    from torchrl_rloo.embedded import build_model
+    from torchrl_rloo.embedded.warm_start import build_untrained, save
     from torchrl_rloo.envs.tasks.base import EMBEDDED
     from torchrl_rloo.modules import load_tokenizer
     from torchrl_rloo.modules.model_files import save_tokenizer
     from torchrl_rloo.runtime.lookup import HUB_KWARGS
 
     located = {name: value for name, value in cfg.model.kwargs.items() if name in HUB_KWARGS}
-    embedded = cfg.model.name == EMBEDDED
-    tokenizer = build_tokenizer() if embedded else load_tokenizer(cfg.model.name, **located)
-    model = build_model(tokenizer, seed=cfg.seed)
-    if not embedded:
-        from torchrl_rloo.cli.plan import model_config
+    if cfg.model.name == EMBEDDED:
+        save(*build_untrained(cfg.task.name, cfg.seed), folder)
+        return str(folder)
+    from torchrl_rloo.cli.plan import model_config
 
-        context = getattr(model_config(cfg), "max_position_embeddings", None)
-        model.config.max_position_embeddings = context or model.config.max_position_embeddings
+    tokenizer = load_tokenizer(cfg.model.name, **located)
+    model = build_model(tokenizer, seed=cfg.seed)
+    context = getattr(model_config(cfg), "max_position_embeddings", None)
+    model.config.max_position_embeddings = context or model.config.max_position_embeddings
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     return str(folder)

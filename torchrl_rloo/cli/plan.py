@@ -67,9 +67,9 @@ def model_config(cfg: Any) -> Any:
     # The built-in model has no directory before its first run
     name = cfg.model.name
     if name == EMBEDDED:
-        from torchrl_rloo.embedded import build_model, build_tokenizer
+        from torchrl_rloo.embedded.warm_start import build_untrained
 
-        return build_model(build_tokenizer(), seed=0).config
+        return build_untrained(cfg.task.name, seed=0)[0].config
     # An adapter lacks the shapes of its base
     if (Path(name).expanduser() / "adapter_config.json").is_file():
         raise ValueError(

@@ -15,10 +15,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.preference_formats import LABELED_FORMATS, PAIRED_FORMATS, Example
-from torchrl_rloo.data.rows import ragged, stack_rows
+from torchrl_rloo.data.rows import entry_of, ragged, stack_rows
 from torchrl_rloo.data.sources import PlainRow, describe_source, read_source
-from torchrl_rloo.data.templates import Messages, encode, encode_conversation, encode_prompt
+from torchrl_rloo.data.templates import Messages, encode, encode_conversation, encode_prompt, image_paths
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
+from torchrl_rloo.images.encoder import digests
 
 CHOSEN, REJECTED = "chosen", "rejected"  # sub-rows of a pair
 _MAX_MARGIN = 1e30  # float32 holds it, and products of it with rewards
@@ -294,9 +295,10 @@ def encode_demonstrations(conversations: Iterable[Messages], tokenizer) -> Tenso
         tokenizer: Hugging Face tokenizer with a chat template.
 
     Returns:
-        Ragged rows, batch size ``[B]``. The action mask is True on all assistant turns.
+        Ragged rows, batch size ``[B]``. The action mask is True on all assistant turns. Rows of messages with images
+        (``{"type": "image", "url": <path in the store>}``) also have ``"images"``.
     """
-    return stack_rows([_row(*encode_conversation(tokenizer, messages)) for messages in conversations])
+    return stack_rows([_row(*encode_conversation(tokenizer, m), image_paths(m)) for m in conversations])
 
 
 def mismatched_rows(rows: TensorDictBase) -> TensorDictBase:
@@ -314,7 +316,9 @@ def mismatched_rows(rows: TensorDictBase) -> TensorDictBase:
         j = (i + 1) % len(tokens)
         full = torch.cat([tokens[i][: starts[i]], tokens[j][starts[j] :]])
         mask = torch.cat([torch.zeros_like(masks[i][: starts[i]]), masks[j][starts[j] :]])
-        result.append(TensorDict({keys.TOKENS: full, keys.ACTION_MASK: mask}, []))
+        images = entry_of(rows[i], keys.IMAGES)
+        images = {} if images is None else {keys.IMAGES: images}
+        result.append(TensorDict({keys.TOKENS: full, keys.ACTION_MASK: mask, **images}, []))
     return stack_rows(result)
 
 
@@ -365,8 +369,9 @@ def _encode_example(tokenizer, prompt: Messages | str, completion: Messages | st
     end = start = len(mask) - mask[::-1].index(True)
     while start and mask[start - 1]:
         start -= 1
-    return _row(ids[:end], [False] * start + [True] * (end - start))
+    return _row(ids[:end], [False] * start + [True] * (end - start), image_paths([*prompt, *completion]))
 
 
-def _row(ids: list[int], mask: list[bool]) -> TensorDictBase:
-    return TensorDict({keys.TOKENS: torch.tensor(ids), keys.ACTION_MASK: torch.tensor(mask)}, [])
+def _row(ids: list[int], mask: list[bool], paths: Sequence[str] = ()) -> TensorDictBase:
+    images = {keys.IMAGES: digests(paths)} if paths else {}
+    return TensorDict({keys.TOKENS: torch.tensor(ids), keys.ACTION_MASK: torch.tensor(mask), **images}, [])

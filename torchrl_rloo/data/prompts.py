@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from numbers import Integral
 from typing import Any
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.notices import notify_once
-from torchrl_rloo.data.sources import Located, check_query, describe_source, plain_value, read_source
+from torchrl_rloo.data.sources import Located, check_query, describe_source, plain_value, read_source, source_folder
 from torchrl_rloo.data.templates import Messages, encode_prompts
+from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.parts import has_parts, image_paths, place_images
+from torchrl_rloo.images.store import ImageError, ImageStore, digest_of
 from torchrl_rloo.runtime.lookup import import_object
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_NAME_CHARS = 200
 PROMPT_COLUMNS = ("prompt", "query", "question", "problem", "messages", "instruction")
+IMAGE_COLUMNS = ("image", "images")  # of prompts: one image, or a list of them
 _ANSWER_COLUMNS = (keys.COMPLETION, "completion_ids")  # of rows for fine-tuning: here the policy writes them
 
 
@@ -32,6 +38,7 @@ class PromptCounts:
     too_long: int  # dropped: the prompt is longer than max_prompt_length
     duplicates: int  # kept: the prompt repeats that of an earlier row
     kept: int
+    unreadable: int = 0  # dropped: an image of the prompt cannot be read
 
 
 class PromptDataset(Sequence):
@@ -43,6 +50,7 @@ class PromptDataset(Sequence):
         rows: rows ``{"query": messages or text, **columns}`` of plain Python values.
         too_long: number of rows dropped before, for ``counts``.
         chat: if True, :meth:`for_tokenizer` makes text prompts user messages. None decides by the chat template.
+        unreadable: number of rows dropped before for their images, for ``counts``.
 
     Attributes:
         rows: the rows; do not change them. ``dataset[i]`` returns a copy.
@@ -53,14 +61,17 @@ class PromptDataset(Sequence):
         ValueError: if there are no rows.
     """
 
-    def __init__(self, rows: Iterable[dict[str, Any]], *, too_long: int = 0, chat: bool | None = None):
+    def __init__(
+        self, rows: Iterable[dict[str, Any]], *, too_long: int = 0, chat: bool | None = None, unreadable: int = 0
+    ):
         self.rows, self.chat = list(rows), chat
         self._encoded: tuple[Any, str, list[list[int]]] | None = None  # tokenizer, settings, ids of each prompt
         kept = len(self.rows)
         if not kept:
             raise ValueError("rows=[] must have at least one row")
-        distinct = len({_canonical(row[keys.QUERY]) for row in self.rows})
-        self.counts = PromptCounts(read=kept + too_long, too_long=too_long, duplicates=kept - distinct, kept=kept)
+        distinct = len({_canonical_content(row[keys.QUERY]) for row in self.rows})
+        read = kept + too_long + unreadable
+        self.counts = PromptCounts(read, too_long, duplicates=kept - distinct, kept=kept, unreadable=unreadable)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,8 +91,11 @@ class PromptDataset(Sequence):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the rows in order, equal in every process, so that a resumed run can compare datasets."""
-        return hashlib.sha256("\n".join(map(_canonical, self.rows)).encode()).hexdigest()
+        """Hex SHA-256 of the rows in order, equal in every process, so that a resumed run can compare datasets.
+
+        Images count by their content, wherever their files are.
+        """
+        return hashlib.sha256("\n".join(map(_canonical_content, self.rows)).encode()).hexdigest()
 
     def select(self, indices: Iterable[int]) -> PromptDataset:
         """Return the rows at ``indices``, in that order, as a dataset with new counts."""
@@ -131,7 +145,11 @@ class PromptDataset(Sequence):
         counts, kind = self.counts, "chat" if self.conversational else "text"
         notes = [
             f"{number:,} {what}"
-            for number, what in ((counts.too_long, "too long and dropped"), (counts.duplicates, "repeated"))
+            for number, what in (
+                (counts.too_long, "too long and dropped"),
+                (counts.unreadable, "with unreadable images and dropped"),
+                (counts.duplicates, "repeated"),
+            )
             if number
         ]
         columns = f" with {', '.join(self.columns)}" if self.columns else ""
@@ -168,8 +186,15 @@ def load_prompts(
     template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None,
     limit: int | None = None,
+    images: ImageStore | str | os.PathLike | None = None,
 ) -> PromptDataset:
     """Read prompts and check every row.
+
+    A column ``image`` or ``images`` (a list) belongs to the prompts, as in TRL: paths, bytes, ``PIL.Image`` or Arrow's
+    mappings. Its images come before the text of the first user message, or fill the parts ``{"type": "image"}`` of the
+    messages in order. Parts may also hold images (``image``, ``url``, ``path``, ``base64``, OpenAI's ``image_url``).
+    Text prompts with images become user messages. In the rows an image is ``{"type": "image", "url": <path>}``. A row
+    with an image that cannot be read is dropped. ``column_map={"image": "picture"}`` with ``columns`` omits images.
 
     Columns ``completion`` and ``completion_ids``, of rows for fine-tuning, are left out as in TRL: the policy writes
     them. ``column_map={"completion": "reference"}`` keeps one under another name.
@@ -180,6 +205,7 @@ def load_prompts(
         split: split of a hub dataset or ``DatasetDict``. None takes the only one.
         name: configuration of a hub dataset.
         row_map: function from a source row to a row, for example to extract an answer from a text, or its dotted path.
+            It sees images of a ``datasets.Dataset`` as mappings with ``bytes`` or ``path``.
         prompt_column: column of prompts, text or messages, after ``column_map``. None finds one of ``PROMPT_COLUMNS``.
         column_map: new names of columns, ``{name in the source: name in the rows}``.
         columns: other columns to keep, as named after ``column_map``. None keeps all.
@@ -191,11 +217,14 @@ def load_prompts(
         template_kwargs: arguments of the chat template.
         max_prompt_length: largest number of tokens, template included. Longer prompts are dropped. None disables it.
         limit: number of rows to read from the start. None reads all.
+        images: store of the images, or its folder. None is that of the tokenizer, else
+            :class:`~torchrl_rloo.images.ImageStore` in the user's cache. Relative paths start from the source's folder.
 
     Raises:
         FileNotFoundError: if ``source`` is neither a local path nor a reachable hub dataset.
         TypeError: if ``source`` is neither a path nor iterable, or ``row_map`` is not callable.
         ValueError: if an argument, a column or a row is invalid, if all prompts are equal, or if no prompt is left.
+            An image that cannot be read is an error only if no row is left.
 
     Example:
         >>> load_prompts([{"question": "2+2?", "answer": 4}], chat=True)[0]
@@ -216,14 +245,25 @@ def load_prompts(
     # Read rows and turn prompts into messages
     located = islice(read_source(source, split, name), limit)
     located = located if row_map is None else _mapped(located, row_map)
-    rows = _rows(located, prompt_column, column_map or {}, columns)
+    encoder = encoder_of(tokenizer)
+    store = images if isinstance(images, ImageStore) else ImageStore(images)
+    store = encoder.store if images is None and encoder is not None else store
+    add_image = partial(store.add, base=source_folder(source))
+    rows, unreadable = _rows(located, prompt_column, column_map or {}, columns, add_image)
+    if unreadable:
+        what = f"images of {len(unreadable)} of {len(rows) + len(unreadable)} rows of {describe_source(source)}"
+        if not rows:
+            raise ValueError(f"{what} cannot be read: {unreadable[0]}; correct them, or rename the column")
+        _LOGGER.warning("%s cannot be read, so these rows are dropped; the first: %s", what, unreadable[0])
     if not rows:
         raise ValueError(f"{describe_source(source)} is empty; give at least one row")
     if chat is False and not isinstance(rows[0][keys.QUERY], str):
-        raise ValueError(f"chat=False requires text prompts, but {describe_source(source)} has messages; remove chat")
+        raise ValueError(
+            f"chat=False requires text prompts, but {describe_source(source)} has messages or images; remove chat"
+        )
     for row in rows if chat or system_prompt is not None else ():
         row[keys.QUERY] = _as_chat(row[keys.QUERY], system_prompt, bool(chat))
-    dataset = PromptDataset(rows, chat=chat)
+    dataset = PromptDataset(rows, chat=chat, unreadable=len(unreadable))
     # Drop long prompts; equal prompts mean that the wrong column was chosen
     if tokenizer is not None:
         dataset = _drop_long(dataset.for_tokenizer(tokenizer), tokenizer, template_kwargs or {}, max_prompt_length)
@@ -299,7 +339,7 @@ def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> 
     Raises:
         ValueError: if either part would have no prompt.
     """
-    prompts = [_canonical(row[keys.QUERY]) for row in dataset.rows]
+    prompts = [_canonical_content(row[keys.QUERY]) for row in dataset.rows]
     distinct = sorted(set(prompts), key=lambda prompt: hashlib.sha256(f"{seed}\n{prompt}".encode()).digest())
     held_out = eval_size
     if isinstance(eval_size, float) and 0 < eval_size < 1:
@@ -326,11 +366,16 @@ def _mapped(located: Located, row_map: Callable[[Mapping[str, Any]], Mapping[str
 
 
 def _rows(
-    located: Located, prompt_column: str | None, column_map: Mapping[str, str], columns: Sequence[str] | None
-) -> list[dict[str, Any]]:
-    """Return checked rows ``{"query": ..., **columns}``, with the columns of the first row."""
+    located: Located,
+    prompt_column: str | None,
+    column_map: Mapping[str, str],
+    columns: Sequence[str] | None,
+    add_image: Callable[[Any], str],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return checked rows ``{"query": ..., **columns}``, with the columns of the first row, and errors of images."""
     rows: list[dict[str, Any]] = []
-    first, names, chosen = "", set(), None
+    unreadable: list[str] = []
+    first, names, required, chosen = "", set(), set(), None
     for where, row in located:
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise ValueError(f"{where} must be a mapping from column names to values, got {row!r:.200}")
@@ -339,22 +384,35 @@ def _rows(
         if chosen is None:
             first, names = where, set(plain_value(list(row), f"{where}: a column's name"))
             chosen = _choose_columns(list(row), prompt_column, column_map, columns)
-        prompt, others = chosen
-        if different := names ^ set(row) if columns is None else {prompt, *others} - set(row):
+            required = {chosen[0], *chosen[1]} | ({chosen[2]} if chosen[2] else set())
+        prompt, others, image = chosen
+        if different := names ^ set(row) if columns is None else required - set(row):
             remedy = "give all rows the same columns, or set columns to those to keep"
             raise ValueError(f"{where} and {first} differ in columns {sorted(different)}; {remedy}")
+        if image is not None or not isinstance(row[prompt], str) and has_parts(row[prompt]):
+            try:
+                shown = None if image is None else row[image]
+                if shown is not None and column_map.get(image, image) == "image":
+                    shown = [shown]
+                row = {**row, prompt: place_images(row[prompt], shown, add_image, where)}
+            except ImageError as error:
+                unreadable.append(f"{where}: {error}")
+                continue
         values = {name: plain_value(row[name], f"{where}: column {name!r}") for name in (prompt, *others)}
         query = check_query(values[prompt], where, column_map.get(prompt, prompt))
         if rows and type(query) is not type(rows[0][keys.QUERY]):
             raise ValueError(f"{first} and {where} mix plain text and chat messages; use one kind for all prompts")
         rows.append({keys.QUERY: query} | {new_name: values[name] for name, new_name in others.items()})
-    return rows
+    return rows, unreadable
 
 
 def _choose_columns(
     available: list[str], prompt_column: str | None, column_map: Mapping[str, str], columns: Sequence[str] | None
-) -> tuple[str, dict[str, str]]:
-    """Return the source's name of the prompt column and ``{source's name: new name}`` of the others to keep."""
+) -> tuple[str, dict[str, str], str | None]:
+    """Return the source's names of the prompt column and ``{source's name: new name}`` of the others to keep.
+
+    The third is the source's name of the column of images, or None.
+    """
     if unknown := [name for name in column_map if name not in available]:
         raise ValueError(f"unknown columns {unknown} in column_map; columns: {available}")
     source_name = {column_map.get(name, name): name for name in available}
@@ -377,11 +435,15 @@ def _choose_columns(
     if answers:
         keep = {name: "reference" for name in answers[:1]}
         notify_once(f"columns {answers} are left out, since the policy writes them; to keep one, set column_map={keep}")
-    kept = [name for name in (others if columns is None else columns) if name not in answers]
+    pictured = [name for name in others if name in IMAGE_COLUMNS]
+    if len(pictured) > 1:
+        raise ValueError(f"columns {pictured} both hold images of the prompts; rename one of them with column_map")
+    kept = [name for name in (others if columns is None else columns) if name not in (*answers, *pictured)]
     if reserved := [name for name in kept if name in keys.RESERVED or name == keys.TOOLS]:
         renamed = {source_name[name]: f"dataset_{name}" for name in reserved}
         raise ValueError(f"columns {reserved} have reserved names; set column_map={renamed} or columns")
-    return source_name[prompt_column], {source_name[name]: name for name in kept}
+    image = source_name[pictured[0]] if pictured else None
+    return source_name[prompt_column], {source_name[name]: name for name in kept}, image
 
 
 def _as_chat(query: str | Messages, system_prompt: str | None = None, chat: bool = True) -> str | Messages:
@@ -411,13 +473,24 @@ def _drop_long(
         spread = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}"
         raise ValueError(f"max_prompt_length={limit} drops all {len(dataset)} prompts: {spread}; raise it")
     kept = dataset.select(i for i, length in enumerate(lengths) if length <= limit)
-    kept.counts = replace(kept.counts, read=len(dataset), too_long=len(dataset) - len(kept))
+    too_long, unreadable = len(dataset) - len(kept), dataset.counts.unreadable
+    kept.counts = replace(kept.counts, read=len(dataset) + unreadable, too_long=too_long, unreadable=unreadable)
     return kept
 
 
 def _canonical(value: Any) -> str:
     """Return text that is equal for equal plain values, in every process."""
     return json.dumps(value, sort_keys=True, default=repr)
+
+
+def _canonical_content(value: dict[str, Any] | str | Messages) -> str:
+    """Return the canonical text of a row or a prompt, with the hash of each image in place of its path."""
+    text = _canonical(value)
+    if '"type": "image"' in text:  # never part of a text, whose quotes JSON escapes
+        query = value[keys.QUERY] if isinstance(value, dict) else value
+        for path in () if isinstance(query, str) else image_paths(query):
+            text = text.replace(json.dumps(path), json.dumps(digest_of(path)))
+    return text
 
 
 def _is_positive_integer(value: Any) -> bool:

@@ -34,12 +34,13 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, entry_of, make_non_tensor, make_tensorclass_like, stack_rows
+from torchrl_rloo.data.rows import copy_row, entry_of, make_non_tensor, make_tensorclass_like, stack_rows, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row
 
 # Entries about samples, which a step copies from the row to its "next"
 SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0], keys.IMAGES)
 _TOKEN_ENTRIES = {"tokens": keys.PROMPT_TOKENS, "mask": keys.ACTION_MASK, "log_probs": keys.LOG_PROBS}
+_NO_IMAGES = torch.zeros(0, 32, dtype=torch.uint8)
 _ACTION_ENTRIES = {
     "versions": keys.ACTION_VERSIONS,
     "support_sizes": keys.SUPPORT_SIZES,
@@ -69,8 +70,12 @@ def stash_segment(row: TensorDictBase) -> None:
     for name, key in _ACTION_ENTRIES.items():
         if (value := row.get(key, None)) is not None:
             current[name] = value
-    if (images := row.get(keys.IMAGES, None)) is not None:
+    images = row.get(keys.IMAGES, None)
+    if images is not None or (previous is not None and "images" in previous.keys()):
+        images = _NO_IMAGES if images is None else images
         current |= {"images": images, "image_counts": torch.tensor([len(images)])}
+        if previous is not None and "images" not in previous.keys():  # earlier samples had none
+            previous = previous.copy().update({"images": _NO_IMAGES, "image_counts": previous["sizes"] * 0})
     if previous is not None:
         current = {name: torch.cat([previous[name], value]) for name, value in current.items()}
     drop_samples(row).set(keys.PREVIOUS_SEGMENTS, TensorDict(current, batch_size=[]))
@@ -115,14 +120,18 @@ def select_samples(row: TensorDictBase, indices: Sequence[int]) -> TensorDictBas
     chosen = copy_row(row)
     chosen.pop(keys.PREVIOUS_SEGMENTS, None)
     if not indices:
-        first, prompt = parts[0], slice(0, first_action(parts[0]["mask"]))
-        return drop_samples(_sample(chosen, {name: first[name][prompt] for name in _TOKEN_ENTRIES}))
+        # Keep the prompt, or a whole sample with images, whose tokens must be those of its images
+        first, images = parts[0], {name: value for name, value in parts[0].items() if name == "images" and len(value)}
+        kept = slice(0, None if images else first_action(first["mask"]))
+        empty = {name: first[name][kept] if name == "tokens" else first[name][kept] * False for name in _TOKEN_ENTRIES}
+        return drop_samples(_sample(chosen, empty | images))
     *earlier, last = [parts[i] for i in indices]
     if earlier:
-        joined = {name: torch.cat([part[name] for part in earlier]) for name in last}
+        joined = {name: torch.cat([part[name] for part in earlier]) for name in last if name != "images"}
         joined["sizes"] = torch.tensor([len(part["tokens"]) for part in earlier])
-        if "images" in joined:
-            joined["image_counts"] = torch.tensor([len(part["images"]) for part in earlier])
+        images = [part.get("images", _NO_IMAGES) for part in earlier]
+        if any(map(len, images)):
+            joined |= {"images": torch.cat(images), "image_counts": torch.tensor(list(map(len, images)))}
         chosen.set(keys.PREVIOUS_SEGMENTS, TensorDict(joined, batch_size=[]))
     return _sample(chosen, last)
 
@@ -154,6 +163,12 @@ def refuse_segments(row: TensorDictBase, caller: str) -> None:
             f"{len(row[keys.PREVIOUS_SEGMENTS]['sizes'])} more samples under {keys.PREVIOUS_SEGMENTS!r}; "
             f"use ChatEnv(on_rewrite='keep'), or remove {caller}"
         )
+
+
+def refuse_images(rows: TensorDictBase, caller: str) -> None:
+    """Raise if a row has images, for callers that see ids only."""
+    if any((images := entry_of(row, keys.IMAGES)) is not None and len(images) for row in to_lazy_stack(rows).unbind(0)):
+        raise ValueError(f"{caller} reads text only, but the rows have images under {keys.IMAGES!r}; use rows of text")
 
 
 def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:
@@ -217,6 +232,7 @@ def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBas
     }
     for name, tensors in entries.items():
         row.set(name, make_tensorclass_like(row.get(name), **tensors))
+    row.pop(keys.IMAGES, None)
     if "images" in part:
         row.set(keys.IMAGES, part["images"])
     if "versions" in part:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.images.parts import image_paths
 from torchrl_rloo.runtime.lookup import DATA_SUFFIXES, check_path
 
 Located = Iterator[tuple[str, Any]]  # (location for error messages, row)
@@ -50,8 +51,32 @@ def read_source(source: Any, split: str | None, name: str | None) -> Located:
         raise TypeError(
             f"source must be a path, a hub id, a datasets.Dataset or an iterable of mappings, got {described}"
         )
-    located = ((f"row {i}", row) for i, row in enumerate(rows))
+    located = ((f"row {i}", row) for i, row in enumerate(_undecoded(rows)))
     return located if path is None else _readable(path, located)
+
+
+def _undecoded(rows: Iterable[Any]) -> Iterable[Any]:
+    """Return the rows of a dataset with images as the bytes or paths of their files, not decoded."""
+    if not _has_images(getattr(rows, "features", None) or {}):
+        return rows
+    if hasattr(rows, "decode"):  # a streamed dataset
+        return rows.decode(False)
+    return (row for table in rows.with_format("arrow").iter(_ROWS_AT_ONCE) for row in table.to_pylist())
+
+
+def _has_images(feature: Any) -> bool:
+    """Return whether a feature of a dataset is or contains an image."""
+    if isinstance(feature, Mapping):
+        return any(map(_has_images, feature.values()))
+    return type(feature).__name__ == "Image" or _has_images(getattr(feature, "feature", None) or {})
+
+
+def source_folder(source: Any) -> Path | None:
+    """Return the folder of a local source, which relative paths in its rows start from; None for other sources."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    path = Path(os.path.expanduser(source))
+    return path if path.is_dir() else path.parent if path.is_file() else None
 
 
 def _load_directory(path: Path) -> Any:
@@ -190,12 +215,16 @@ def _decode_lines(file: io.BufferedIOBase) -> Iterator[str]:
             raise ValueError(f"line {number}: {error}") from error
 
 
+_ROWS_AT_ONCE = 256  # of rows that may hold images
+
+
 def _read_parquet(file: io.BufferedIOBase) -> Located:
     from pyarrow.parquet import ParquetFile  # comes with datasets
 
     table = ParquetFile(file)
     _require_distinct(table.schema_arrow.names)
-    rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+    size = _ROWS_AT_ONCE if "binary" in str(table.schema_arrow) else 65_536
+    rows = (row for batch in table.iter_batches(size) for row in batch.to_pylist())
     yield from ((f"row {i}", row) for i, row in enumerate(rows))
 
 
@@ -262,27 +291,50 @@ def plain_value(value: Any, where: str = "a value", depth: int = MAX_DEPTH) -> A
 
 
 def check_query(query: Any, where: str, column: str) -> str | list[dict[str, Any]]:
-    """Return a prompt, text or messages, without message fields that are None."""
+    """Return a prompt, text or messages, without message fields that are None.
+
+    The content of a message is text, or a list of text and image parts. Without images in the messages it becomes text.
+    """
     if not isinstance(query, (str, list)) or not query:
         raise ValueError(f"{where}: prompt column {column!r} must contain text or messages, got {query!r:.200}")
     if isinstance(query, str):
         contents = [query]
     else:
+        parts = False
         for k, message in enumerate(query):
             place = f"{where}: message {k} of prompt column {column!r}"
             if not isinstance(message, dict) or not all(isinstance(message.get(f), str) for f in ("role", "content")):
-                raise ValueError(f"{place} must have text as 'role' and 'content', got {message!r:.200}")
+                _check_parts(message, place)
+                parts = True
             if not _ROLE.fullmatch(message["role"]):  # a template writes the role outside of the content
                 raise ValueError(f"{place} has role {message['role']!r:.80}, which must be one word; correct it")
+        if parts and not image_paths(query):
+            texts = ["".join(p["text"] for p in c) if isinstance(c := m["content"], list) else c for m in query]
+            query = [{**message, "content": text} for message, text in zip(query, texts, strict=True)]
         contents = [message["content"] for message in query if message["role"] != "system"]
         if column == "messages" and query[-1]["role"] == "assistant":
             remedy = "drop it or set prompt_column; use column_map={'messages': 'prompt'} to let the policy continue it"
             raise ValueError(f"{where}: column 'messages' must not end with an assistant message; {remedy}")
         # Drop None: Arrow adds it for optional fields that a message lacks, and templates take it for a value
         query = [{field: value for field, value in message.items() if value is not None} for message in query]
-    if not any(content.strip() for content in contents):
+    if not any(isinstance(content, list) or content.strip() for content in contents):
         raise ValueError(f"{where}: prompt column {column!r} must not be blank, got {query!r:.200}; remove the row")
     return query
+
+
+def _check_parts(message: Any, place: str) -> None:
+    """Raise ``ValueError`` unless the content of a message is a list of text, and of images in a store."""
+    content = message.get("content") if isinstance(message, dict) and isinstance(message.get("role"), str) else None
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"{place} must have text as 'role' and 'content', got {message!r:.200}")
+    for k, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _PART_FIELDS or not isinstance(part.get(_PART_FIELDS[kind]), str):
+            forms = "{'type': 'text', 'text': ...} or {'type': 'image', 'image': ...}"
+            raise ValueError(f"{place}: part {k} of its content must be {forms}, got {part!r:.200}")
+
+
+_PART_FIELDS = {"text": "text", "image": "url"}  # what a part of each type must have
 
 
 def _key(key: Any, where: str) -> str:

@@ -35,6 +35,7 @@ from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
 from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.parts import image_paths, join_contents
 
 
 def make_mark() -> str:
@@ -190,11 +191,18 @@ def render(tokenizer, messages: Messages, **template_kwargs) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
 
 
-def image_paths(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the paths of the images of messages, in order; each is ``{"type": "image", "url": <path>}``."""
-    contents = (message.get("content") for message in messages)
-    parts = chain.from_iterable(content for content in contents if isinstance(content, list))
-    return [part["url"] for part in parts if part.get("type") == "image"]
+def shows_images(tokenizer, role: str) -> bool:
+    """Return whether the chat template shows images in messages of a role that answer the assistant."""
+    image = {"role": role, "content": [{"type": "image", "url": ""}]}
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, image]
+    for messages in (chat, _with_calls(chat)):
+        try:
+            text = render(tokenizer, messages, add_generation_prompt=True)
+        except _REFUSALS:
+            continue
+        if text.count(encoder_of(tokenizer).family.placeholder) == 1:
+            return True
+    return False
 
 
 def _parts(content: Any) -> list[Any]:
@@ -423,7 +431,7 @@ def _from_content(content: Any) -> Any:
 def join_conversation(query: Messages, completion: Messages) -> Messages:
     """Join a prompt and its completion to one conversation; a turn that the prompt left open becomes one message."""
     if query[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
-        joined = {**query[-1], "content": query[-1]["content"] + completion[0]["content"]}
+        joined = {**query[-1], "content": join_contents(query[-1]["content"], completion[0]["content"])}
         return [*query[:-1], joined, *completion[1:]]
     return [*query, *completion]
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from torchrl_rloo.functional.log_probs import tile_limits
-from torchrl_rloo.modules.loading import add_adapter
+from torchrl_rloo.images.families import is_family
+from torchrl_rloo.modules.loading import add_adapter, model_class
 from torchrl_rloo.runtime.lookup import did_you_mean, parse_dtype
 from torchrl_rloo.training.optimizer_classes import CHUNK_BYTES
 from torchrl_rloo.training.optimizers import FUSED, TORCH_OPTIMIZERS
@@ -146,10 +147,8 @@ class ModelShape(NamedTuple):
 
 def read_shape(config: Any, lora: Mapping[str, Any] | None = None) -> ModelShape:
     """Return the shape of a model, by its configuration and the arguments of its adapter; it takes no memory."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = model_class(is_family(config)).from_config(config)
         model = model if lora is None else add_adapter(model, lora)
     config, layers = model.config.get_text_config(), model.get_decoder().layers
     trained = [p.numel() for p in model.parameters() if p.requires_grad]

@@ -23,6 +23,8 @@ from torchrl_rloo.diagnostics.curves import EVAL_DETAILS, Series, match_names, r
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.waiting import Waits, join_entries, summarize_waits
 from torchrl_rloo.functional.statistics import Interval
+from torchrl_rloo.images.parts import image_label
+from torchrl_rloo.images.shown import thumbnail
 from torchrl_rloo.runtime.files import SAFE_FLAGS, make_folder, write_text
 from torchrl_rloo.runtime.masking import mask_command, mask_settings
 
@@ -32,6 +34,7 @@ LAUNCH_FILE = "launch.json"
 _FOLDER = Path(__file__).parent / "report_page"
 _REFRESH = '<meta http-equiv="refresh" content="20">'  # of the page of an unfinished run
 _SAMPLES = 4  # completions shown per step
+_PICTURES = 8  # images shown of a completion
 _EVENTS = 30  # health events shown
 _LINKS = 50  # transcripts linked
 _PACKAGES = ("torchrl_rloo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
@@ -216,6 +219,8 @@ def _cell(value: Any) -> str:
     """Render a value as escaped HTML, since a completion may contain markup."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, Mapping) and value.get("type") == "image" and isinstance(value.get("url"), str):
+        return _picture(value["url"])
     if isinstance(value, Mapping) and set(value) == {"role", "content"}:
         return f"<b>{html.escape(str(value['role']))}</b> {_cell(value['content'])}"
     if isinstance(value, Mapping):
@@ -223,6 +228,12 @@ def _cell(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "<br>".join(map(_cell, value))
     return f"<span>{html.escape(str(value))}</span>"
+
+
+def _picture(path: str) -> str:
+    """Render an image of a store as a thumbnail, or as a text if it is missing or changed."""
+    label, small = html.escape(image_label(path)), thumbnail(path)
+    return f'<img src="{small}" alt="{label}" title="{label}">' if small else f"<span>{label}, cannot be shown</span>"
 
 
 def _samples(rows: Sequence[Row]) -> str:
@@ -240,6 +251,8 @@ def _card(row: Row) -> str:
     link = row.get("transcript")
     is_link = isinstance(link, str) and _TRANSCRIPT_LINK.fullmatch(link)
     shown = {key: row[key] for key in row if key != "step" and not (is_link and key == "transcript")}
+    if isinstance(images := row.get("images"), list) and all(isinstance(path, str) for path in images):
+        shown["images"] = [{"type": "image", "url": path} for path in images[:_PICTURES]]
     address = f'<p><a href="{link}">transcript, token by token</a></p>' if is_link else ""
     return f'<div class="card">{_table(shown)}{address}</div>'
 

@@ -7,6 +7,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ctypes import c_float
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -24,6 +25,10 @@ from torchrl_rloo.data.segments import LAST_SAMPLE_KEYS, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.pages import read_static, render_page
+from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.parts import content_text, image_label, image_paths
+from torchrl_rloo.images.shown import thumbnail
+from torchrl_rloo.images.store import ImageStore, digest_of
 from torchrl_rloo.runtime.files import make_folder, write_text
 
 # Text of each token of a sequence; the texts join to the decoded sequence
@@ -238,7 +243,7 @@ def find_calls(texts: Sequence[str], actions: Sequence[bool]) -> list[list[int]]
 
 def is_tool_error(message: dict[str, Any]) -> bool:
     """Return whether a message from a tool, or from the user in place of a tool, reports an error."""
-    content = str(message["content"])
+    content = content_text(message["content"])
     if message["role"] == "tool":
         return bool(_ERROR.match(content))
     return message["role"] == "user" and bool(_ERROR_IN_USER.search(content))
@@ -249,7 +254,7 @@ def _split_context(
 ) -> list[Block]:
     """Split a run of context tokens into blocks; if a message is not found, return one block."""
     text, ends = "".join(texts), list(accumulate(map(len, texts)))
-    shown = [message for message in messages if str(message["content"]).strip()]
+    shown = [message for message in messages if any(_texts(message))]
     spans = _find_contents(text, shown)
     if not spans:
         return [Block(offset, messages[0]["role"] if len(messages) == 1 else "context")]
@@ -267,16 +272,24 @@ def _find_contents(text: str, messages: Messages) -> list[tuple[int, int]]:
     """Return the span of each message's content in a text, in order; empty if one is not found."""
     spans, position = [], 0
     for message in messages:
-        whole = str(message["content"]).strip()
-        for content in (whole, whole.rpartition("</think>")[2].strip()):  # templates drop earlier thinking
-            at = text.find(content, position)
-            if content and at >= 0:
-                break
-        else:
-            return []
-        position = at + len(content)
-        spans.append((at, position))
+        start = None
+        for whole in filter(None, _texts(message)):
+            for content in (whole, whole.rpartition("</think>")[2].strip()):  # templates drop earlier thinking
+                at = text.find(content, position)
+                if content and at >= 0:
+                    break
+            else:
+                return []
+            start, position = at if start is None else start, at + len(content)
+        spans.append((start, position))
     return spans
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    """Return the texts of a message: its content, or those between its images."""
+    content = message["content"]
+    parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    return [str(part).strip() for part in parts if part is not None]
 
 
 def _find_message_start(special: Sequence[bool], start: int, end: int) -> int:
@@ -318,6 +331,7 @@ def write_transcripts(
 
     The page lists, sorts and filters the conversations, and shows the exact tokens of each, with action mask,
     log-probs, rewards and advantages. Markup in completions is shown as text. A row of 1,000 tokens takes about 15 kB.
+    Thumbnails stand in the places of images; one that is missing or changed is shown as a text.
 
     Args:
         path: HTML file to write; its directory is created if missing.
@@ -351,6 +365,7 @@ def write_transcripts(
         "stop_reasons": STOP_REASONS,
         "total": len(rows),
         "vocabulary": reader.vocabulary(),
+        "images": reader.images,
         "rows": entries,
     }
     make_folder(Path(path).parent)
@@ -370,6 +385,8 @@ class _Reader:
     def __init__(self, tokenizer):
         self.texts = TokenTexts(tokenizer)
         self.used: set[int] = set()
+        self.images: dict[str, dict[str, str | None]] = {}  # label and thumbnail by hash
+        self.encoder, self.paths = encoder_of(tokenizer), {}  # paths of images by hash
 
     def entry(self, row: TensorDictBase, place: int) -> dict[str, Any]:
         """Return the data of a row for the page."""
@@ -377,6 +394,9 @@ class _Reader:
         query = query if query is None else row[keys.QUERY]
         completion = completion if completion is None else row[keys.COMPLETION]
         # Split the row into samples: a template that rewrites the past makes several
+        messages = [m for part in (query, completion) if is_conversation(part) for m in part]
+        with suppress(ValueError, KeyError):  # an image that is not in a store
+            self.paths |= {digest_of(path): path for path in image_paths(messages)}
         parts, turns = [], 0
         for sample in _split_samples(row):
             parts.append(self._part(sample, group_contexts(query, completion, before=turns)))
@@ -419,6 +439,8 @@ class _Reader:
             "texts": {i: text for i, text in enumerate(texts) if text != self.texts.token_text(ids[i])},
         }
         # Entries that only some rows have
+        if (images := row.get(keys.IMAGES, None)) is not None and len(images):
+            part["images"] = self._show_images(ids, images)
         names = {"log_probs": keys.LOG_PROBS, "ref_log_probs": keys.REF_LOG_PROBS}
         for name, key in (names | {"new_log_probs": keys.PROXIMAL_LOG_PROBS}).items():
             if (values := row.get(key, None)) is not None:
@@ -431,9 +453,23 @@ class _Reader:
             part["token_rewards"] = {i: _to_plain(r) for i, r in enumerate(rewards.tolist()) if r != 0}
         return part
 
+    def _show_images(self, ids: list[int], images: torch.Tensor) -> list[list[Any]]:
+        """Return ``[start, end, hash]`` of each image; start and end are 0 where its tokens are not known."""
+        store = ImageStore() if self.encoder is None else self.encoder.store
+        hashes, places = [bytes(image).hex() for image in images.tolist()], []
+        with suppress(ValueError):  # an image is missing, or the row has other tokens
+            self.paths |= {name: str(store.path(name)) for name in hashes if name not in self.paths}
+            if self.encoder is not None:
+                spans = self.encoder.spans(ids, [self.paths[name] for name in hashes])
+                places = [(span.start, span.stop) for span in spans]
+        for name in set(hashes) - self.images.keys():
+            path = self.paths.get(name, str(store.folder / f"{name}.png"))
+            self.images[name] = {"label": image_label(path), "picture": thumbnail(path)}
+        return [[*place, name] for place, name in zip(places or [(0, 0)] * len(hashes), hashes, strict=True)]
+
     def _prompt_snippet(self, row: TensorDictBase, query: Any) -> str:
         if is_conversation(query):
-            query = next((m["content"] for m in reversed(query) if m["role"] == "user"), query[-1]["content"])
+            query = content_text(next((m for m in reversed(query) if m["role"] == "user"), query[-1])["content"])
         if not isinstance(query, str):
             mask = row[keys.ACTION_MASK]
             query = self.texts.decode(row[keys.TOKENS][: int(mask.int().argmax())].tolist()[-2 * _SNIPPET :])
@@ -441,7 +477,7 @@ class _Reader:
 
     def _completion_snippet(self, row: TensorDictBase, completion: Any) -> str:
         if isinstance(completion, Sequence) and not isinstance(completion, str):
-            replies = [str(m["content"]) for m in completion if m["role"] == "assistant"]
+            replies = [content_text(m["content"]) for m in completion if m["role"] == "assistant"]
             completion = replies[-1] if replies else ""
         if completion is None:
             completion = self.texts.decode(row[keys.TOKENS][row[keys.ACTION_MASK]].tolist())

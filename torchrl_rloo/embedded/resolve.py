@@ -9,6 +9,7 @@ from typing import Any
 from torchrl_rloo.embedded.addition import addition_prompts
 from torchrl_rloo.embedded.calculator import calculator_prompts
 from torchrl_rloo.embedded.guessing import RangedGuessNumber, guessing_prompts
+from torchrl_rloo.embedded.shapes import shapes_prompts
 from torchrl_rloo.embedded.warm_start import TEACHERS, warm_start
 from torchrl_rloo.envs.tasks import Task, TaskBase, load_task
 from torchrl_rloo.envs.tasks.base import EMBEDDED
@@ -21,6 +22,8 @@ from torchrl_rloo.envs.tools.parsers import RegexParser
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import local_model
 from torchrl_rloo.rewards.matching import last_boxed
+
+ANSWER_AFTER_THOUGHT = {"_target_": "exact_match", "where": ["</think>"]}
 
 ADDITION = Task(
     name="addition",
@@ -52,7 +55,13 @@ GUESSING = Task(
     scorer=None,
     transforms=lambda: [TextEnvTransform(wrap(RangedGuessNumber))],
 )
-EMBEDDED_TASKS = {task.name: task for task in (ADDITION, CALCULATOR, GUESSING)}
+SHAPES = Task(
+    name="shapes",
+    synthetic_rows=lambda split, size=None, seed=0: shapes_prompts(split, size=size),
+    rewards=(ANSWER_AFTER_THOUGHT,),
+    scorer=ANSWER_AFTER_THOUGHT,
+)
+EMBEDDED_TASKS = {task.name: task for task in (ADDITION, CALCULATOR, GUESSING, SHAPES)}
 
 
 def resolve_model(

@@ -10,28 +10,33 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from torchrl_rloo.data.rows import pad
 from torchrl_rloo.data.templates import encode_conversation
 from torchrl_rloo.embedded.addition import addition_demonstrations
 from torchrl_rloo.embedded.calculator import calculator_demonstrations
 from torchrl_rloo.embedded.guessing import guessing_demonstrations
-from torchrl_rloo.embedded.model import build_model
+from torchrl_rloo.embedded.model import build_model, build_processor, build_vision_model
+from torchrl_rloo.embedded.shapes import shapes_demonstrations
 from torchrl_rloo.embedded.tokenizer import build_tokenizer
+from torchrl_rloo.images import ImageStore
+from torchrl_rloo.images.encoder import ImageEncoder, encoder_of
+from torchrl_rloo.images.parts import image_paths, place_images
 from torchrl_rloo.modules.model_files import save_tokenizer
 from torchrl_rloo.runtime.files import cache_folder
 from torchrl_rloo.training import make_schedule
 
-STEPS = 500
+STEPS = {"shapes": 1400}  # of a task; others take 500
+DEMONSTRATIONS = {"shapes": 4096}  # others take 2048
 BATCH_SIZE = 32
-DEMONSTRATIONS = 2048
 PEAK_LR = 3e-3
 LR_WARMUP_STEPS = 40
 BETAS = (0.9, 0.95)
@@ -42,28 +47,30 @@ TEACHERS = {
     "addition": addition_demonstrations,
     "calculator": calculator_demonstrations,
     "guessing": guessing_demonstrations,
+    "shapes": shapes_demonstrations,
 }
+VISION_TASKS = {"shapes"}  # tasks whose model sees pictures
 
 
 def warm_start(
     seed: int = 0,
     task: str = "addition",
     *,
-    steps: int = STEPS,
+    steps: int | None = None,
     clean: bool = False,
     cache_dir: Path | str | None = None,
     log: Callable[[str], None] | None = None,
 ) -> Path:
     """Build the warm-started model and its tokenizer on the first call, and return their directory.
 
-    A build takes 20 to 40 seconds of one CPU core. It runs in one thread and leaves the caller's number of threads and
+    A build takes 20 to 60 seconds of one CPU core. It runs in one thread and leaves the caller's number of threads and
     the global random state unchanged. The same seed gives bit-identical weights on the same kind of CPU. The directory
     appears atomically: a killed build leaves no partial result, and of concurrent builds the first to finish wins.
 
     Args:
         seed: seed of the initial weights, the demonstrations and their order.
         task: task of the demonstrations, a key of ``TEACHERS``.
-        steps: number of optimizer steps; fewer steps give a worse model sooner.
+        steps: number of optimizer steps; fewer steps give a worse model sooner. None takes the task's.
         clean: True for a teacher without errors. After about 200 steps the model still makes errors, and it can improve
             beyond choosing the better demonstrations.
         cache_dir: directory of the results. None is ``$TORCHRL_RLOO_CACHE``, else ``$XDG_CACHE_HOME/torchrl_rloo``,
@@ -80,6 +87,7 @@ def warm_start(
     """
     if task not in TEACHERS:
         raise ValueError(f"task={task!r} has no teacher: use one of {sorted(TEACHERS)}")
+    steps = STEPS.get(task, 500) if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     cache = Path(cache_dir) if cache_dir is not None else cache_folder()
@@ -90,8 +98,7 @@ def warm_start(
     # Train in one thread, which makes the weights reproducible
     cache.mkdir(parents=True, exist_ok=True)
     with _one_thread(), torch.device("cpu"):
-        tokenizer = build_tokenizer()
-        model = build_model(tokenizer, seed)
+        model, tokenizer = build_untrained(task, seed, cache / "images")
         _train(model, tokenizer, task, seed, steps, clean, log or (lambda line: None))
 
     # Rename the finished directory, so that no other process sees a partial one
@@ -107,9 +114,22 @@ def warm_start(
     return target
 
 
+def build_untrained(
+    task: str, seed: int, images: Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Build a task's model and tokenizer, with an image encoder over the folder ``images`` if it has pictures."""
+    if task not in VISION_TASKS:
+        tokenizer = build_tokenizer()
+        return build_model(tokenizer, seed), tokenizer
+    tokenizer = build_tokenizer(images=True)
+    model = build_vision_model(tokenizer, seed)
+    tokenizer.images = ImageEncoder(model.config, build_processor(), tokenizer, ImageStore(images))
+    return model, tokenizer
+
+
 @torch.enable_grad()
 def _train(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     task: str,
     seed: int,
@@ -117,13 +137,17 @@ def _train(
     clean: bool,
     log: Callable[[str], None],
 ) -> None:
-    ids, mask = _encode_demonstrations(tokenizer, task, seed, clean)
+    ids, mask, paths = _encode_demonstrations(tokenizer, task, seed, clean)
+    encoder, shown = encoder_of(tokenizer), {}
+    pictures = [encoder.tensors(path) for path in paths]
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     schedule = make_schedule(optimizer, steps, warmup_steps=min(LR_WARMUP_STEPS, steps), final_fraction=0.0)
     for step in range(1, steps + 1):
         batch = torch.randint(len(ids), (BATCH_SIZE,), generator=generator)
-        loss = _assistant_loss(model, ids[batch], mask[batch])
+        if pictures:
+            shown = encoder.family.arguments([pictures[i] for i in batch.tolist()])
+        loss = _assistant_loss(model, ids[batch], mask[batch], **shown)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
@@ -135,22 +159,33 @@ def _train(
 
 def _encode_demonstrations(
     tokenizer: PreTrainedTokenizerFast, task: str, seed: int, clean: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and assistant masks of all demonstrations, both ``[N, T]``, padded on the right."""
-    rows = [encode_conversation(tokenizer, messages) for messages in TEACHERS[task](DEMONSTRATIONS, seed, clean=clean)]
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Return ids and assistant masks of all demonstrations, both ``[N, T]`` and padded on the right, and their images.
+
+    Demonstrations of a task with pictures have one each.
+    """
+    demonstrations = TEACHERS[task](DEMONSTRATIONS.get(task, 2048), seed, clean=clean)
+    if (encoder := encoder_of(tokenizer)) is not None:
+        demonstrations = [
+            place_images(messages, (), encoder.store.add, "a demonstration") for messages in demonstrations
+        ]
+    rows = [encode_conversation(tokenizer, messages) for messages in demonstrations]
     ids = pad([torch.tensor(row) for row, _ in rows], tokenizer.pad_token_id)
-    return ids, pad([torch.tensor(mask) for _, mask in rows], False)
+    mask = pad([torch.tensor(mask) for _, mask in rows], False)
+    return ids, mask, image_paths(chain.from_iterable(demonstrations))
 
 
-def _assistant_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _assistant_loss(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **shown: torch.Tensor
+) -> torch.Tensor:
     """Return the mean cross entropy (nats) of the assistant tokens in ``ids`` and ``mask``, both ``[B, T]``.
 
-    It cuts off what follows the batch's last assistant token. No attention mask is needed: attention is causal and the
-    padding is on the right, so no assistant token sees it.
+    ``shown`` are the model's arguments for images. It cuts off what follows the batch's last assistant token. No
+    attention mask is needed: attention is causal and the padding is on the right, so no assistant token sees it.
     """
     end = int(mask.any(0).nonzero()[-1]) + 1
     ids, mask = ids[:, :end], mask[:, 1:end]
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False, **shown).last_hidden_state
     return F.cross_entropy(model.lm_head(hidden[mask]), ids[:, 1:][mask])
 
 

@@ -43,13 +43,14 @@ from torchrl_rloo.data.templates import (
     encode_messages,
     encode_prompt,
     from_history,
-    image_paths,
     is_conversation,
     join_conversation,
     to_history,
 )
 from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
-from torchrl_rloo.images.encoder import digests
+from torchrl_rloo.images.encoder import digests, encoder_of
+from torchrl_rloo.images.parts import image_paths
+from torchrl_rloo.images.shown import stored_messages
 from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
 STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
@@ -365,23 +366,16 @@ class ChatEnv(SignedEnv, EnvBase):
         return self.set_context(stepped, full, mask, log_probs)
 
     def continue_row(self, row: TensorDictBase, feedback: Messages) -> bool:
-        """Append feedback to a row that was just stepped, in place, and open the policy's next turn."""
+        """Append feedback, which may have images, to a row that was just stepped, and open the policy's next turn."""
         if (limit := self.limit_reached(row)) is not None:
             end_row(row, limit)
             return False
+        feedback = stored_messages(feedback, encoder_of(self.tokenizer))
         # Encode only the feedback, unless the template renders another past and the row is to be split
         conversation, tokens = join_conversation(row[keys.QUERY], row[keys.COMPLETION]), row[keys.PROMPT_TOKENS]
-        now, last = self._template_arguments(row), int(tokens[-1])
-        seen = self._template_arguments(row, keys.TOOLS_SEEN)
-        ids, rewritten = answer_turn(
-            self.tokenizer,
-            conversation,
-            feedback,
-            last_token=last,
-            end_ids=self.end_ids,
-            seen_arguments=seen,
-            **now,
-        )
+        now, seen = self._template_arguments(row), self._template_arguments(row, keys.TOOLS_SEEN)
+        before = {"last_token": int(tokens[-1]), "end_ids": self.end_ids, "seen_arguments": seen}
+        ids, rewritten = answer_turn(self.tokenizer, conversation, feedback, **before, **now)
         mask, log_probs = row[keys.ACTION_MASK], row[keys.LOG_PROBS]
         split = rewritten and self.on_rewrite == "split"
         if split:
@@ -395,8 +389,7 @@ class ChatEnv(SignedEnv, EnvBase):
             stash_segment(row)
         self.counts["env/rewritten_turns"] += rewritten
         if paths := image_paths([*conversation, *feedback] if split else feedback):
-            images = digests(paths)
-            before = None if split else entry_of(row, keys.IMAGES)
+            images, before = digests(paths), None if split else entry_of(row, keys.IMAGES)
             row.set(keys.IMAGES, images if before is None else torch.cat([before, images]))
         row.set(keys.COMPLETION, make_non_tensor([*row[keys.COMPLETION], *feedback]))
         record_tools(row)

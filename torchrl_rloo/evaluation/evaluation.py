@@ -18,9 +18,11 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.metadata import token_statistics
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.segments import sampled_versions
+from torchrl_rloo.data.templates import image_paths
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.evaluation.result import EvaluatedSample, EvaluationResult, EvaluationSettings
+from torchrl_rloo.images.parts import content_text
 from torchrl_rloo.modules import Scorer, TurnPolicy, record_log_probs
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.matching import extract_answer, final_answer
@@ -350,6 +352,8 @@ def _returns(rows: Sequence[TensorDictBase]) -> list[float | None]:
 def completion_table(rows: TensorDictBase | Sequence[TensorDictBase], limit: int | None = None) -> list[dict[str, Any]]:
     """Convert rows to readable dictionaries: prompt, completion, other columns, reward and advantage.
 
+    Rows of conversations with images also have ``"images"``, their paths in order.
+
     Args:
         rows: finished trajectories, batch size ``[B]``.
         limit: largest number of rows; None converts all.
@@ -361,6 +365,9 @@ def completion_table(rows: TensorDictBase | Sequence[TensorDictBase], limit: int
 def _to_record(row: TensorDictBase) -> dict[str, Any]:
     entry = {"prompt": _text(row[keys.QUERY]), "completion": _text(row[keys.COMPLETION])}
     entry |= {k: _plain(row[k]) for k in row.keys() if k not in keys.RESERVED}
+    messages = [m for part in (row[keys.QUERY], row[keys.COMPLETION]) if not isinstance(part, str) for m in part]
+    if paths := image_paths(messages):
+        entry["images"] = paths
     if keys.LOG_EXTRA in row.keys(True):
         entry = row[keys.LOG_EXTRA] | entry
     entry["reward"] = float(row[keys.REWARD])
@@ -370,7 +377,7 @@ def _to_record(row: TensorDictBase) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(f"{m['role']}: {m['content']}" for m in value)
+    return value if isinstance(value, str) else "\n".join(f"{m['role']}: {content_text(m['content'])}" for m in value)
 
 
 def _plain(value: Any) -> Any:

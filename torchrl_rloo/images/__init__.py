@@ -1,6 +1,5 @@
-"""Images of conversations: their store, and how vision-language models read them."""
+"""Images of conversations: their store; how models read them is in :mod:`torchrl_rloo.images.encoder`."""
 
-from torchrl_rloo.images.encoder import ImageEncoder, ImageSpan, encoder_of
 from torchrl_rloo.images.store import ImageError, ImageStore, digest_of
 
-__all__ = ["ImageEncoder", "ImageError", "ImageSpan", "ImageStore", "digest_of", "encoder_of"]
+__all__ = ["ImageError", "ImageStore", "digest_of"]

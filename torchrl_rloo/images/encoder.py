@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrl_rloo.images.families import FAMILIES
-from torchrl_rloo.images.store import ImageError, ImageStore, digest_of
+from torchrl_rloo.images.store import ImageError, ImageStore, digest_of, upright_size
 from torchrl_rloo.runtime.files import write_text
 
 CACHE_BYTES = 2**30  # of the tensors of images that are kept for further passes
@@ -68,13 +68,14 @@ class ImageEncoder:
         self.texts = tuple({self.family.image_text, self.family.placeholder})
         self._sizes: dict[str, tuple[int, int]] = {}
         self._tensors: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._cached_bytes = 0
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_tensors", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tensors=OrderedDict(), _lock=Lock())
+        self.__dict__.update(state, _tensors=OrderedDict(), _cached_bytes=0, _lock=Lock())
 
     def settings(self) -> dict[str, Any]:
         """Return class and settings of the image processor, and the attention, which both ends of a run must share."""
@@ -116,7 +117,7 @@ class ImageEncoder:
         """Return width and height of an image."""
         digest = digest_of(path)
         if digest not in self._sizes:
-            self._sizes[digest] = _upright_size(path)
+            self._sizes[digest] = upright_size(path)
         return self._sizes[digest]
 
     def paths(self, images: torch.Tensor | None) -> list[str]:
@@ -140,10 +141,17 @@ class ImageEncoder:
         except Exception as error:
             raise ImageError(f"image {os.fspath(path)!r} cannot be processed: {error}") from error
         with self._lock:
+            self._cached_bytes += _bytes(tensors) - _bytes(self._tensors.get(digest, {}))
             self._tensors[digest] = tensors
-            while len(self._tensors) > 1 and sum(map(_bytes, self._tensors.values())) > self.cache_bytes:
-                self._tensors.popitem(last=False)
+            while len(self._tensors) > 1 and self._cached_bytes > self.cache_bytes:
+                self._cached_bytes -= _bytes(self._tensors.popitem(last=False)[1])
         return tensors
+
+    def blank(self) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model for an image without content."""
+        from PIL import Image
+
+        return self.family.process(Image.new("RGB", (64, 64), "red"))
 
     def spans(self, ids: Sequence[int], paths: Sequence[str]) -> tuple[ImageSpan, ...]:
         """Return the places of the images of a prompt."""
@@ -177,19 +185,6 @@ def processor_settings(processor: Any, sees_whole_images: bool) -> dict[str, Any
 def digests(paths: Sequence[str]) -> torch.Tensor:
     """Return the SHA-256 of stored images as uint8 ``[n, 32]``."""
     return torch.tensor([list(bytes.fromhex(digest_of(path))) for path in paths], dtype=torch.uint8)
-
-
-def _upright_size(path: str) -> tuple[int, int]:
-    """Read width and height from the header of a file; ``ImageStore.load`` later checks its bytes."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-            turned = image.getexif().get(0x0112, 1) >= 5  # EXIF orientation
-    except Exception as error:
-        raise ImageError(f"image {path!r} cannot be read: {error}; restore the file") from error
-    return (height, width) if turned else (width, height)
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ class ImageStore:
 
     Args:
         folder: Folder of the files, created by the first :meth:`add`. None is ``images`` in the user's cache.
-        max_pixels: Largest width times height of an image, checked before it is decoded. A file may have at most eight
-            bytes a pixel of it.
+        max_pixels: Largest width times height that :meth:`add` accepts, checked before decoding. A file may have at
+            most eight bytes for each of these pixels.
 
     Example:
         >>> import tempfile
@@ -56,15 +57,13 @@ class ImageStore:
         self.folder = Path(folder if folder is not None else cache_folder() / "images").absolute()
         self.max_pixels = max_pixels
 
-    def __repr__(self) -> str:
-        return f"ImageStore({str(self.folder)!r}, max_pixels={self.max_pixels})"
-
-    def add(self, image: Any) -> str:
+    def add(self, image: Any, base: str | os.PathLike | None = None) -> str:
         """Store an image and return the absolute path of its file.
 
         Args:
             image: Path, ``file://`` URL, ``data:`` URI, bytes, ``PIL.Image``, or mapping with ``bytes`` or ``path``, as
                 in Arrow files. A local file is linked, everything else is written; a ``PIL.Image`` becomes an RGB PNG.
+            base: Folder of relative paths. None is the working directory.
 
         Raises:
             ImageError: The image cannot be read or decoded, has more than ``max_pixels``, or is to be downloaded.
@@ -78,23 +77,25 @@ class ImageStore:
         elif isinstance(image, str) and image[:5].lower() == "data:":
             content = _decode_data_uri(image, name)
         elif isinstance(image, (str, os.PathLike)):
-            file = _local_path(image, name)
-            content = self._read(file, name)
-        elif _is_picture(image):
-            content = self._encode(image, name)
+            file = Path(base or "") / _local_path(image, name)
+            content = _read(file, name, 8 * self.max_pixels)
+        elif is_picture(image):
+            self._check_size(image, name)
+            buffer = io.BytesIO()
+            _to_rgb(image, name).save(buffer, "PNG", compress_level=1)  # depends on the pixels alone
+            content = buffer.getvalue()
         else:
             raise ImageError(f"{name} is no image: give a path, a data: URI, bytes or a PIL.Image")
-        picture = self._open(content, name)
+        picture = _open(content, name)
+        self._check_size(picture, name)
         target = self.folder / (hashlib.sha256(content).hexdigest() + SUFFIXES[picture.format])
-        source = None if file is None else Path(os.path.realpath(file))
-        if source == target:
-            return str(target)
-        # A file of this name was decoded before; a link could lead to a file that has changed since
+        source = None if file is None else os.path.realpath(file)
+        # Decode an image that is new. A link may lead to a file that has changed since: replace it
         if not os.path.exists(target):
             _to_rgb(picture, name)
-        elif (os.path.realpath(target) == str(source)) or (
-            not os.path.islink(target) and os.path.getsize(target) == len(content)
-        ):
+        elif os.path.realpath(target) == source:
+            return str(target)
+        elif not os.path.islink(target) and os.path.getsize(target) == len(content):
             return str(target)
         make_folder(self.folder)
         temporary = temporary_name(target)
@@ -132,50 +133,15 @@ class ImageStore:
         """
         name = describe(path)
         digest = digest_of(path)
-        content = self._read(Path(path), name)
+        content = _read(Path(path), name)
         if hashlib.sha256(content).hexdigest() != digest:
             raise ImageError(f"{name} changed since it was added: restore the file, or load the prompts again")
-        return _to_rgb(self._open(content, name), name)
+        return _to_rgb(_open(content, name), name)
 
-    def _read(self, path: Path, name: str) -> bytes:
-        """Read a regular file, at most eight bytes for each pixel that an image may have."""
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
-            with open(descriptor, "rb") as file:
-                size = regular_size(descriptor)
-                if size > 8 * self.max_pixels:
-                    raise ImageError(f"{name} has {size} bytes, more than 8 for each of max_pixels={self.max_pixels}")
-                return file.read()
-        except (OSError, ValueError) as error:  # ValueError: a null character in the path
-            if isinstance(error, ImageError):
-                raise
-            raise ImageError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-    def _open(self, content: bytes, name: str) -> Image.Image:
-        """Read the header of an image and check its format and size."""
-        from PIL import Image
-
-        if not content:
-            raise ImageError(f"{name} is empty")
-        try:
-            picture = Image.open(io.BytesIO(content), formats=_FORMATS)
-        except Image.UnidentifiedImageError as error:
-            raise ImageError(f"{name} is no PNG, JPEG, WEBP, GIF or BMP image: convert it") from error
-        except Exception as error:
-            raise ImageError(f"{name} cannot be decoded: {_one_line(error)}") from error
-        return self._check_size(picture, name)
-
-    def _check_size(self, picture: Image.Image, name: str) -> Image.Image:
+    def _check_size(self, picture: Image.Image, name: str) -> None:
         width, height = picture.size
         if not 0 < width * height <= self.max_pixels:
             raise ImageError(f"{name} has {width} x {height} pixels, allowed are 1 to max_pixels={self.max_pixels}")
-        return picture
-
-    def _encode(self, picture: Image.Image, name: str) -> bytes:
-        """Return a picture as PNG that depends on its pixels alone."""
-        buffer = io.BytesIO()
-        _to_rgb(self._check_size(picture, name), name).save(buffer, "PNG", compress_level=1)
-        return buffer.getvalue()
 
 
 def digest_of(path: str | os.PathLike) -> str:
@@ -206,13 +172,22 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _is_picture(image: Any) -> bool:
-    """Return whether an object is a PIL image; PIL is imported only if its name says so."""
-    if not any(base.__module__.startswith("PIL.") for base in type(image).__mro__):
-        return False
+def is_picture(image: Any) -> bool:
+    """Return whether an object is a PIL image, without importing PIL."""
+    return (pil := sys.modules.get("PIL.Image")) is not None and isinstance(image, pil.Image)
+
+
+def upright_size(path: str) -> tuple[int, int]:
+    """Read width and height from the header of a stored file; :meth:`ImageStore.load` later checks its bytes."""
     from PIL import Image
 
-    return isinstance(image, Image.Image)
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            turned = image.getexif().get(_ORIENTATION, 1) >= 5
+    except Exception as error:
+        raise ImageError(f"image {path!r} cannot be read: {error}; restore the file") from error
+    return (height, width) if turned else (width, height)
 
 
 def _decode_data_uri(uri: str, name: str) -> bytes:
@@ -237,6 +212,34 @@ def _local_path(image: str | os.PathLike, name: str) -> Path:
     if url.netloc not in ("", "localhost"):
         raise ImageError(f"{name} names the host {url.netloc!r}: give a path on this machine")
     return Path(unquote(url.path))
+
+
+def _read(path: Path, name: str, limit: int | None = None) -> bytes:
+    """Read a regular file of at most ``limit`` bytes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
+        with open(descriptor, "rb") as file:
+            size = regular_size(descriptor)
+            content = file.read() if limit is None or size <= limit else None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise ImageError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if content is None:
+        raise ImageError(f"{name} has {size} bytes, more than the {limit} that max_pixels allows")
+    return content
+
+
+def _open(content: bytes, name: str) -> Image.Image:
+    """Read the header of an image and check its format."""
+    from PIL import Image, UnidentifiedImageError
+
+    if not content:
+        raise ImageError(f"{name} is empty")
+    try:
+        return Image.open(io.BytesIO(content), formats=_FORMATS)
+    except UnidentifiedImageError as error:
+        raise ImageError(f"{name} is no PNG, JPEG, WEBP, GIF or BMP image: convert it") from error
+    except Exception as error:  # a decoder may raise anything for a damaged header
+        raise ImageError(f"{name} cannot be decoded: {_one_line(error)}") from error
 
 
 def _to_rgb(picture: Image.Image, name: str) -> Image.Image:

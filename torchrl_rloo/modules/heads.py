@@ -14,6 +14,7 @@ from torch import nn
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.preferences import CHOSEN, MARGIN, REJECTED
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, pad, place_actions, ragged, stack_rows, to_lazy_stack
+from torchrl_rloo.data.segments import refuse_images
 from torchrl_rloo.engines.root import call_root, is_distributed
 from torchrl_rloo.modules.policies import recompute_in_eval
 from torchrl_rloo.rewards.classifier import scored_ids
@@ -59,7 +60,8 @@ class RewardModel(nn.Module):
         self.model = model
 
     def score(self, rows: TensorDictBase) -> torch.Tensor:
-        """Score rows with token ids, batch size ``[B]``; return float32 ``[B]``, with gradient if enabled."""
+        """Score rows of text, batch size ``[B]``; return float32 ``[B]``, with gradient if enabled."""
+        refuse_images(rows, "RewardModel")
         tokens = ragged(rows, keys.TOKENS)
         lengths = torch.tensor([len(t) for t in tokens])
         ids = pad(tokens, self.model.config.get_text_config().pad_token_id)
@@ -212,7 +214,11 @@ class ValueHead(nn.Module):
 
         Returns:
             Values ``[B, A]`` float32, 0 beyond a row's action tokens, and the positions of action tokens.
+
+        Raises:
+            ValueError: if a row has images.
         """
+        refuse_images(rows, "ValueHead")
         return call_root(self, self._values, rows)
 
     def _values(self, rows: TensorDictBase) -> tuple[torch.Tensor, ActionTokens]:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.images.encoder import ImageEncoder, encoder_of
-from torchrl_rloo.images.families import FAMILIES
+from torchrl_rloo.images.encoder import ImageEncoder
+from torchrl_rloo.images.families import is_family
+from torchrl_rloo.images.store import ImageStore
 from torchrl_rloo.images.towers import frozen_towers, language_model_name, vision_towers
 from torchrl_rloo.modules.gguf import local_model
 from torchrl_rloo.modules.policies import checkpointing_layers
@@ -26,6 +27,8 @@ from torchrl_rloo.weight_update.rotary import set_context_length
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def load_model(
@@ -39,10 +42,11 @@ def load_model(
     quantization_kwargs: Mapping[str, Any] | None = None,
     meta: bool = False,
     context_length: int | None = None,
+    images: str | os.PathLike | None = None,
     train_vision: bool = False,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer.
+    """Load a causal language model, which may also see images, and its tokenizer.
 
     The model is in evaluation mode, also for training: without dropout, trainer and sampler agree.
 
@@ -64,6 +68,7 @@ def load_model(
         context_length: longest row of the run in tokens, which is saved with the model. None takes the saved one, or
             the model's. It decides rotary frequencies that depend on the length (``longrope``, ``dynamic``), so pass
             the same for policy, reference and engine.
+        images: see :func:`load_tokenizer`.
         train_vision: whether to train the vision tower of a vision-language model. A frozen one is not sent to engines.
         **kwargs: arguments of ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...). Those that
             locate a model (``revision=``, ``trust_remote_code=``, ...) are also passed to :func:`load_tokenizer`.
@@ -79,10 +84,8 @@ def load_model(
     """
     check_quantization(quantization, quantization_kwargs)
     name = local_model(name, log=print)
-    tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in HUB_KWARGS if k in kwargs})
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # takes 2 s
-
-    auto = AutoModelForCausalLM if encoder_of(tokenizer) is None else AutoModelForImageTextToText
+    located = {key: kwargs[key] for key in HUB_KWARGS if key in kwargs}
+    tokenizer = load_tokenizer(name, chat_template=chat_template, images=images, **located)
     # Check dtype and device before loading the weights, which takes longer
     torch_dtype = parse_dtype(dtype)
     if device.startswith("cuda") and not meta and not torch.cuda.is_available():
@@ -93,8 +96,9 @@ def load_model(
         config = quantization_config(quantization, torch_dtype, quantization_kwargs)
         kwargs |= {"quantization_config": config, "device_map": {"": device}}
     if meta:
-        model, device = _build_on_meta(auto, name, torch_dtype, **kwargs), "meta"
+        model, device = _build_on_meta(name, torch_dtype, **kwargs), "meta"
     else:
+        auto = model_class(tokenizer.images is not None)
         model = use_exact_products(auto.from_pretrained(name, dtype=torch_dtype, **kwargs))
         if quantization is not None:
             check_quantized(model, config)
@@ -132,7 +136,14 @@ def load_engine(
     return TransformersEngine(*load_model(model, dtype=dtype, device=device, context_length=context_length))
 
 
-def _build_on_meta(auto: type, name: str | os.PathLike, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
+def model_class(images: bool) -> type:
+    """Return the class of Transformers that loads language models, or vision-language models."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # takes 2 s
+
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
+
+
+def _build_on_meta(name: str | os.PathLike, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
     """Build a model without weights, with the generation settings of its directory."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -141,7 +152,7 @@ def _build_on_meta(auto: type, name: str | os.PathLike, dtype: torch.dtype, **kw
     config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
     rest = {key: value for key, value in rest.items() if key not in HUB_KWARGS}
     with torch.device("meta"):
-        model = auto.from_config(config, dtype=dtype, **rest)
+        model = model_class(is_family(config)).from_config(config, dtype=dtype, **rest)
     try:
         located = {key: value for key, value in kwargs.items() if key in HUB_KWARGS and key != "trust_remote_code"}
         model.generation_config = GenerationConfig.from_pretrained(name, **located)
@@ -151,13 +162,20 @@ def _build_on_meta(auto: type, name: str | os.PathLike, dtype: torch.dtype, **kw
 
 
 def load_tokenizer(
-    name: str | os.PathLike, *, chat_template: str | os.PathLike | None = None, **kwargs: Any
+    name: str | os.PathLike,
+    *,
+    chat_template: str | os.PathLike | None = None,
+    images: str | os.PathLike | None = None,
+    **kwargs: Any,
 ) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer; without a pad token, it pads with the end-of-sequence token.
+
+    That of a vision-language model has its :class:`~torchrl_rloo.images.ImageEncoder` as the attribute ``images``.
 
     Args:
         name: hub id, local directory or GGUF file.
         chat_template: template that replaces the tokenizer's, see :func:`load_model`; None keeps it.
+        images: folder of the images of conversations; None is one in the user's cache.
         **kwargs: arguments of ``AutoTokenizer.from_pretrained``.
 
     Raises:
@@ -186,22 +204,25 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # safe, since padding is masked by length
-    tokenizer.images = _load_images(name, tokenizer, **kwargs)
+    tokenizer.images = _load_images(name, tokenizer, images, **kwargs)
     return tokenizer
 
 
-def _load_images(name: str | os.PathLike, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> ImageEncoder | None:
+def _load_images(
+    name: str | os.PathLike, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike | None, **kwargs: Any
+) -> ImageEncoder | None:
     """Return the image encoder of a vision-language model of a known family, and None for all other models."""
     from transformers import AutoConfig, AutoImageProcessor
     from transformers.utils import cached_file
 
     config = AutoConfig.from_pretrained(name, **kwargs)
-    if config.model_type not in FAMILIES or getattr(config, "vision_config", None) is None:
+    if not is_family(config):
         return None
     if not tokenizer.chat_template:  # older folders keep it with the image processor
         kept = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False, **kwargs)
         tokenizer.chat_template = None if kept is None else json.loads(Path(kept).read_text())["chat_template"]
-    return ImageEncoder(config, AutoImageProcessor.from_pretrained(name, backend="pil", **kwargs), tokenizer)
+    processor = AutoImageProcessor.from_pretrained(name, backend="pil", **kwargs)
+    return ImageEncoder(config, processor, tokenizer, ImageStore(folder))
 
 
 def read_chat_template(source: str | os.PathLike) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
@@ -38,9 +39,9 @@ from torchrl_rloo.data.templates import encode_conversation, from_history
 from torchrl_rloo.engines.exactness import check_rows
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
-from torchrl_rloo.engines.root import adopt, call_root
+from torchrl_rloo.engines.root import adopt, call_root, is_distributed
 from torchrl_rloo.functional.products import fast_layers
-from torchrl_rloo.images.encoder import PassImages
+from torchrl_rloo.images.encoder import ImageEncoder, PassImages
 from torchrl_rloo.modules.context_parallel import context_group, owned_inputs
 from torchrl_rloo.modules.packing import ActionStates, action_states, check_packing
 from torchrl_rloo.modules.turns import (
@@ -363,9 +364,12 @@ class TransformersWrapper(TurnPolicy):
         tokens, images = ragged(rows, keys.TOKENS), [self._image_paths(row) for row in rows.unbind(0)]
         shown = None if self.images is None else PassImages(self.images, tokens, images)
         with self._autocast(), recompute_in_eval(self.model), self._fast_layers():
+            blind = shown is not None and not shown.paths and is_distributed(self.model)
+            nothing = see_nothing(self.model if head is None else head.decoder, self.images) if blind else None
             if self.packing != "none":
                 masks = ragged(rows, keys.ACTION_MASK)
-                return action_states(head.decoder, tokens, masks, self.packing, shown), None
+                found = action_states(head.decoder, tokens, masks, self.packing, shown)
+                return found if nothing is None else found._replace(hidden=found.hidden + nothing), None
             context = None if head is None else context_group(head.decoder)
             if context is not None and torch.is_grad_enabled():
                 raise ValueError(
@@ -375,6 +379,7 @@ class TransformersWrapper(TurnPolicy):
             kwargs = {"output_router_logits": True} if router_loss else {}
             kwargs |= {} if shown is None else padded_arguments(self.model, shown)
             states, out = predicting_states(self.model, head, actions.tokens, actions.action_mask, **kwargs)
+        states = states if nothing is None else states + nothing
         if not router_loss:
             return ActionStates(states, None), None
         lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
@@ -400,6 +405,15 @@ class TransformersWrapper(TurnPolicy):
             row.set("logits", values[: len(row[keys.TOKENS])])
             row.set(keys.ATTENTION_MASK, torch.ones_like(row[keys.TOKENS], dtype=torch.bool))
         return rows
+
+
+def see_nothing(decoder: nn.Module, images: ImageEncoder) -> torch.Tensor | float:
+    """Return 0 after a pass of the towers of images, which all ranks of a model must run in each pass."""
+    blank = {name: value.to(decoder.device) for name, value in images.blank().items()}
+    output = decoder.get_image_features(**blank, return_dict=True)
+    # Exactly what a pass uses, since only these parts have gradients to reduce
+    used = tree_leaves([output.pooler_output, getattr(output, "deepstack_features", None)])
+    return 0.0 * sum(part.sum() for part in used if part is not None)
 
 
 def padded_arguments(model: nn.Module, images: PassImages) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torchrl_rloo.data.templates import decode_response, encode_prompt, from_his
 from torchrl_rloo.engines.generation import Generated, GenerationConfig
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support
 from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.parts import join_contents
 
 
 class TurnPolicy(LLMWrapperBase):
@@ -220,7 +221,7 @@ class TurnPolicy(LLMWrapperBase):
         messages = from_history(prompt)
         text = decode_response(self.tokenizer, turn.tokens)
         if messages[-1]["role"] == "assistant":  # the turn continues an unfinished one
-            text = messages.pop()["content"] + text
+            text = join_contents(messages.pop()["content"], text)
         answer = {"role": "assistant", "content": text}
         return ChatHistory(prompt=prompt, response=to_history([[answer]])[0], full=to_history([[*messages, answer]])[0])
 

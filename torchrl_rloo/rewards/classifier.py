@@ -196,15 +196,20 @@ class SequenceClassifier:
 def scored_ids(tokenizer: Any, prompt: Any, completion: Any, **template_kwargs: Any) -> list[int]:
     """Return the ``[T]`` token ids of a trajectory for a reward model, in training and in scoring.
 
-    Prompt and completion are both texts, else ``TypeError``, or both messages, which require a chat template.
+    Prompt and completion are both texts, else ``TypeError``, or both messages, which require a chat template and may
+    have no images, else ``ValueError``.
     """
     from torchrl_rloo.data.templates import encode_messages, join_conversation
+    from torchrl_rloo.images.parts import image_paths
 
     if isinstance(prompt, str) and isinstance(completion, str):
         return list(tokenizer(prompt + completion)["input_ids"])
     if isinstance(prompt, str) or isinstance(completion, str):
         raise TypeError(f"prompt={prompt!r:.90} and completion={completion!r:.90} must be both texts or both messages")
-    return encode_messages(tokenizer, join_conversation(prompt, completion), **template_kwargs)
+    messages = join_conversation(prompt, completion)
+    if image_paths(messages):
+        raise ValueError("reward models read text only, but the conversation has images; use a judge that sees them")
+    return encode_messages(tokenizer, messages, **template_kwargs)
 
 
 def load_classifier(

@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.protocol import final_text, take_columns
-from torchrl_rloo.rewards.remote import JsonEndpoint, JsonSession, RemoteRewardError, gather_all
+from torchrl_rloo.rewards.protocol import content_text, final_text, take_columns
+from torchrl_rloo.rewards.remote import JsonEndpoint, JsonSession, RemoteRewardError, gather_all, with_data
 
 _log = logging.getLogger(__name__)
 
@@ -175,6 +175,8 @@ class LLMJudge:
     The prompt requests the reply ``{"reason": ..., "score": ...}``, which is parsed leniently. A reply without a score
     on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request.
 
+    Images of the prompt follow the rubric's text as ``data:`` URIs, for which the judge must be a model that sees them.
+
     A row without a score gets NaN, which counts as a failure of this reward, not as an abstention. One warning per call
     names the rows and reasons. Errors that concern all rows raise: 401, 403, 404, 405, a redirect, a missing key.
 
@@ -291,7 +293,12 @@ class LLMJudge:
     def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
         values = {"prompt": _transcript(prompt), "completion": final_text(completion)}
         values |= {placeholder: str(columns[column][i]) for placeholder, column in self.columns.items()}
-        return {**self.body, "messages": judge_messages(self.rubric, values, self.scale, self.max_chars)}
+        messages = judge_messages(self.rubric, values, self.scale, self.max_chars)
+        contents = [] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m["content"], list)]
+        images = [part for content in contents for part in content if part["type"] == "image"]
+        if images and "{prompt}" in self.rubric:
+            messages[-1]["content"] = [{"type": "text", "text": messages[-1]["content"]}, *images]
+        return {**self.body, "messages": messages}
 
     async def _ask_all(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, Verdict]:
         if not requests:
@@ -318,7 +325,7 @@ class LLMJudge:
 
     async def _ask_with_reminders(self, session: JsonSession, body: dict[str, Any]) -> tuple[float, str]:
         """Return the score on the scale and the reason, after up to ``retries`` reminders."""
-        messages = body["messages"]
+        messages = first = _with_pictures(body["messages"])
         for reminders in count():
             content = session.redact(_content(await session.post({**body, "messages": messages})))
             try:
@@ -328,7 +335,7 @@ class LLMJudge:
                     raise NoScoreError(f"{reminders + 1} replies, the last with {error}") from error
             # Change the request: at temperature 0 the same one would get the same reply
             reminder = {"role": "user", "content": fill_scale(REMINDER, self.scale)}
-            messages = [*body["messages"], {"role": "assistant", "content": content}, reminder]
+            messages = [*first, {"role": "assistant", "content": content}, reminder]
 
     def _warn(self, verdicts: Sequence[Verdict]) -> None:
         failed = [i for i, verdict in enumerate(verdicts) if math.isnan(verdict.score)]
@@ -344,8 +351,20 @@ def _transcript(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return str(prompt[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return content_text(prompt[0]["content"])
+    return "\n\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)
+
+
+def _with_pictures(messages: list[dict]) -> list[dict]:
+    """Return the messages of a request with their images in OpenAI's form."""
+    *before, last = with_data(messages)
+    if isinstance(last["content"], str):
+        return messages
+    text, *images = last["content"]
+    return [
+        *before,
+        last | {"content": [text, *({"type": "image_url", "image_url": {"url": i["url"]}} for i in images)]},
+    ]
 
 
 def _content(reply: Any) -> str:

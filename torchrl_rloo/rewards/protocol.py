@@ -11,6 +11,8 @@ abstains. These arguments are also passed by name:
 ``log_metric``      ``log_metric(name, value)`` logs a scalar: its mean over the calls of a step, where identical
                     trajectories count once
 ``truncated``       list of bool: True where a token, turn or time limit ended the trajectory
+``images``          list per trajectory of its images, RGB ``PIL.Image`` in the order of its messages; ``image`` is the
+                    first of them, or None. They are loaded only for a function that names the argument
 ==================  ================================================================================================
 
 A function without ``**kwargs`` gets only the arguments that its signature names. TRL's reward functions follow the
@@ -31,7 +33,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from time import perf_counter
 from typing import Any
@@ -153,6 +155,8 @@ _STANDARD_ARGUMENTS = (
     "trainer_state",
     "log_extra",
     "log_metric",
+    "image",
+    "images",
 )
 
 
@@ -175,7 +179,10 @@ def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], w
     ``what`` is the noun for the functions in error messages.
     """
     for function in functions:
-        if (accepted := _accepted(function)) is not None and not accepted & {*columns, *_STANDARD_ARGUMENTS}:
+        if (accepted := _accepted(_parameters(function))) is not None and not accepted & {
+            *columns,
+            *_STANDARD_ARGUMENTS,
+        }:
             raise ValueError(
                 f"{what} {reward_name(function)} accepts none of the arguments of a reward: add completions, "
                 f"completion_ids, prompts or a column of {list(columns)} to its signature"
@@ -249,8 +256,17 @@ def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
         return completion
     for message in reversed(completion):
         if message.get("role", "assistant") == "assistant":
-            return message.get("content") or ""  # content is None or missing in a message of tool calls
+            return content_text(message.get("content"))  # None or missing in a message of tool calls
     return ""
+
+
+def content_text(content: Any) -> str:
+    """Return a message's content as text, with a label such as ``[image 64x48 1a2b3c4d]`` for each image."""
+    if not isinstance(content, list | tuple):
+        return "" if content is None else str(content)
+    from torchrl_rloo.images.parts import content_text as text_of_parts  # imports torch, which few workers need
+
+    return text_of_parts(content)
 
 
 def check_column(column: str) -> str:
@@ -319,8 +335,26 @@ def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, 
         "log_extra": log_extra,
         "log_metric": log_metric,
     }
-    accepted = _accepted(function)
+    parameters = _parameters(function)
+    if "images" in parameters or "image" in parameters:
+        arguments = _load_images(batch) | arguments
+    accepted = _accepted(parameters)
     return call, arguments if accepted is None else {k: v for k, v in arguments.items() if k in accepted}
+
+
+def _load_images(batch: RewardBatch) -> dict[str, list[Any]]:
+    """Return the images of each trajectory, each file decoded once; copies, so that a function may change them."""
+    # Import here: few rewards look at images, and workers start without PIL
+    from torchrl_rloo.images.parts import image_paths
+    from torchrl_rloo.images.store import ImageStore
+
+    load = cache(ImageStore().load)
+    messages = [
+        [message for part in row if not isinstance(part, str) for message in part]
+        for row in zip(batch.prompts, batch.completions, strict=True)
+    ]
+    images = [[load(path).copy() for path in image_paths(row)] for row in messages]
+    return {"images": images, "image": [row[0] if row else None for row in images]}
 
 
 def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
@@ -331,9 +365,9 @@ def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
         return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
 
 
-def _accepted(function: RewardFunction) -> frozenset[str] | None:
-    """Return the argument names that a function accepts; None if it accepts any."""
-    parameters = _parameters(function).values()
+def _accepted(arguments: Mapping[str, inspect.Parameter]) -> frozenset[str] | None:
+    """Return the argument names that a function with these parameters accepts; None if it accepts any."""
+    parameters = arguments.values()
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
     return None if any_name else frozenset(p.name for p in parameters if p.kind not in unnamed)

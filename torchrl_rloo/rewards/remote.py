@@ -222,6 +222,19 @@ _JOINED, _FINAL = "prompts+completions", "final_text"
 _MAX_EXCERPT = 300  # characters of a reply in an error
 
 
+def with_data(messages: Any) -> Any:
+    """Return messages with ``data:`` URIs in place of the paths of their images."""
+    if isinstance(messages, str) or not any(isinstance(message.get("content"), list) for message in messages):
+        return messages
+    from torchrl_rloo.images.parts import place_images  # imports torch, which few workers need
+    from torchrl_rloo.images.shown import data_uri
+
+    try:
+        return place_images(messages, None, data_uri, "a message")
+    except ValueError as error:  # missing or changed
+        raise RemoteRewardError(f"an image cannot be sent: {error}") from error
+
+
 class RemoteScorer:
     """Reward from a service that accepts JSON by POST, one score per trajectory.
 
@@ -241,7 +254,7 @@ class RemoteScorer:
         fields: name in the request -> source of the values. ``"prompts"`` and ``"completions"`` are texts or messages,
             as in the environment, and ``"prompts+completions"`` joins them. ``"final_text"`` is that of the last
             assistant message. Other sources are ``"completion_ids"``, ``"truncated"`` and dataset columns. Default:
-            prompts and completions.
+            prompts and completions. Images are sent as ``data:`` URIs.
         scores_field: path of the scores in the reply, with dots between the names of nested objects. None means that
             the reply is the list.
         batch_size: maximum number of rows per request.
@@ -314,10 +327,11 @@ class RemoteScorer:
     def _values(self, source: str, available: Mapping[str, Any]) -> Sequence[Any]:
         if source == _JOINED:
             rows = zip(available["prompts"], available["completions"], strict=True)
-            return [p + c if isinstance(p, str) else [*p, *c] for p, c in rows]
+            return [p + c if isinstance(p, str) else with_data([*p, *c]) for p, c in rows]
         if source == _FINAL:
             return [final_text(completion) for completion in available["completions"]]
-        return take_columns(self.__name__, [source], available)[0]
+        values = take_columns(self.__name__, [source], available)[0]
+        return [with_data(value) for value in values] if source in ("prompts", "completions") else values
 
     async def _score_rows(
         self, session: JsonSession, payload: Mapping[str, Any], start: int, total: int

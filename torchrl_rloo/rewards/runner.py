@@ -21,6 +21,7 @@ from torchrl_rloo.rewards.protocol import (
     RewardCall,
     RewardFailure,
     RewardFunction,
+    content_text,
     final_text,
     reward_name,
 )
@@ -91,7 +92,7 @@ def _other_form(batch: RewardBatch) -> RewardBatch | None:
         prompts = [[{"role": "user", "content": text}] for text in batch.prompts]
         completions = [[{"role": "assistant", "content": text}] for text in batch.completions]
     elif all(len(completion) == 1 for completion in batch.completions):
-        prompts = [prompt if isinstance(prompt, str) else prompt[-1].get("content", "") for prompt in batch.prompts]
+        prompts = [p if isinstance(p, str) else content_text(p[-1].get("content")) for p in batch.prompts]
         completions = [final_text(completion) for completion in batch.completions]
     else:
         return None
@@ -518,7 +519,7 @@ def _evidence(batch: RewardBatch, i: int, failure: RewardFailure) -> str:
 
 def _excerpt(value: Any) -> str:
     if isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value):
-        value = " | ".join(str(message.get("content")) for message in value)
+        value = " | ".join(content_text(message.get("content")) for message in value)
     text = value if isinstance(value, str) else repr(value)
     if len(text) <= MAX_EXCERPT_CHARS:
         return text

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torchrl.record.loggers import MLFlowLogger, TensorboardLogger, WandbLogger
 from torchrl.record.loggers.common import Logger
 from torchrl.record.loggers.trackio import TrackioLogger
+
+from torchrl_rloo.images.parts import image_label
+from torchrl_rloo.images.store import ImageError, ImageStore
 
 Records = Sequence[dict[str, Any]]
 LOGGER_FILES = ("tensorboard", "mlflow", "mlflow.db")  # names in the directory that libraries write to
@@ -47,6 +53,18 @@ class SteppedTrackioLogger(TrackioLogger):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None, **kwargs: Any) -> dict[str, Any]:
         self.experiment.log(dict(metrics), step=step)
         return metrics
+
+
+def log_images(logger: Logger, name: str, paths: Sequence[str], step: int) -> None:
+    """Log images of a store to TensorBoard and W&B; other loggers have no images, and missing ones are left out."""
+    for k, path in enumerate(paths):
+        with suppress(ImageError):
+            picture, name_of_image = ImageStore().load(path), f"{name}/{k}"
+            if isinstance(logger, TensorboardLogger):
+                logger.experiment.add_image(name_of_image, np.asarray(picture), global_step=step, dataformats="HWC")
+            elif isinstance(logger, WandbLogger):
+                image = importlib.import_module("wandb").Image(picture, caption=image_label(path))
+                logger.experiment.log({name_of_image: image}, commit=False)  # the next metrics advance the step
 
 
 def _tensorboard(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:

@@ -12,7 +12,7 @@ from typing import Any
 from torchrl.record.loggers.common import Logger
 
 from torchrl_rloo.run.lock import DirectoryLock
-from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers
+from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers, log_images
 from torchrl_rloo.run.progress import Progress
 from torchrl_rloo.runtime.files import append, atomic_write, explained, make_folder, refuse_links, synced_size
 
@@ -135,7 +135,7 @@ class RunLogger:
             step: number of the step.
             name: name of the table, such as ``"completions"``.
             rows: one dict per sample with text, numbers, lists and dicts (chat messages). The names ``step`` and
-                ``table`` are reserved.
+                ``table`` are reserved. ``images`` are paths in a store; those of the first two rows go to the loggers.
 
         Returns:
             Shortened text of the first two rows, as the progress display prints it.
@@ -155,6 +155,9 @@ class RunLogger:
         for logger in self._loggers:
             if hasattr(logger, "log_str"):
                 logger.log_str(name, "\n\n---\n\n".join(_markdown(row) for row in plain), step=step)
+        if pictures := [path for row in plain[:_SHOWN_ROWS] for path in _paths(row)]:
+            for logger in self._loggers:
+                log_images(logger, f"{name}/images", list(dict.fromkeys(pictures)), step)
         rendering = _render(step, name, plain)
         self._progress.write(rendering)
         return rendering
@@ -303,6 +306,11 @@ def _markdown(row: Mapping[str, Any]) -> str:
         lines = _text(value).split("\n")
         fields.append(f"**{key}**\n\n" + "\n".join(f"    {line}" for line in lines))
     return "\n\n".join(fields)
+
+
+def _paths(row: Mapping[str, Any]) -> list[str]:
+    images = row.get("images")
+    return [path for path in images if isinstance(path, str)] if isinstance(images, list) else []
 
 
 def _render(step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import resource
 import select
 import shutil
@@ -31,6 +32,9 @@ MAX_PACKET_BYTES = python_cell.TOKEN + 1 + python_cell.MAX_ERROR_BYTES  # of an 
 # Reasons by the answer's letter. FULL: too little memory is left for another call
 FULL = ord("M")
 REASONS = {ord("o"): "ok", ord("e"): "error", ord("m"): "memory", FULL: "memory", ord("f"): "output"}
+
+
+_IMAGE = re.compile(rb"([A-Za-z0-9+/=]*)".join(map(re.escape, python_cell.IMAGE)))
 
 
 class Keeper:
@@ -147,18 +151,21 @@ class PythonKeeper(Keeper):
         # Replace a process that was killed from outside, or that sent something while idle
         if self.process is not None and not self.process.is_silent():
             self.end_process()
-        new, output = self.process is None, ""
+        new, output, images = self.process is None, "", []
         try:
             if self.process is None:
                 self.process = PythonProcess(self.containment)
             reason, report, ended = self.run(self.process, request["code"].encode())
             self.process.signal(signal.SIGKILL if ended else signal.SIGSTOP)
-            output = self.shown(os.pread(self.process.output, os.fstat(self.process.output).st_size, 0))
+            printed = os.pread(self.process.output, os.fstat(self.process.output).st_size, 0)
+            images = [image.decode() for image in _IMAGE.findall(printed)]
+            output = self.shown(_IMAGE.sub(b"[image]", printed))
         except OSError as error:
             reason, report, ended = "unavailable", f"{type(error).__name__}: {error}", True
         if ended and self.process is not None:
             self.end_process()
-        return {"reason": reason, "output": output, "error": report, "new": new, "ended": ended}
+        reply = {"reason": reason, "output": output, "error": report, "new": new, "ended": ended}
+        return reply | ({"images": images} if images else {})
 
     def run(self, process: PythonProcess, code: bytes) -> tuple[str, str, bool]:
         """Return the reason of a call's end, the report of an exception, and whether the process must end."""

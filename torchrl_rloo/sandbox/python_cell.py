@@ -7,6 +7,7 @@ only.
 from __future__ import annotations
 
 import ast
+import base64
 import errno
 import io
 import linecache
@@ -22,6 +23,7 @@ TOKEN = 8  # bytes that begin a call and its answer
 MAX_CODE_BYTES = 1 << 16  # one message on the socket
 MAX_ERROR_BYTES = 2000  # of an exception's report
 MAX_FRAMES = 8
+IMAGE = b"\x1b]image;", b"\x07"  # bytes around the base64 of an image in the output
 MIN_FREE_BYTES = 16 << 20  # that the next call needs to run at all
 # Status of a call: a letter after the token of the answer, see keepers.py
 OK, ERROR, MEMORY, FULL, OUTPUT = b"oemMf"
@@ -33,6 +35,7 @@ def serve() -> None:
     sys.argv, sys.stdin = ["program"], open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     random.seed(0)  # the same calls give the same output, so the same reward
     module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.display = display
     number, full = 0, bytes([FULL])
     try:
         while packet := read(CHANNEL, TOKEN + MAX_CODE_BYTES):
@@ -85,6 +88,14 @@ def execute(code: str, name: str, namespace: dict) -> None:
         value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), namespace)
         if value is not None:
             print(repr(value))
+
+
+def display(image: bytes) -> None:
+    """Show an image file to the policy."""
+    if not isinstance(image, (bytes, bytearray)):
+        raise TypeError(f"display() takes the bytes of an image file, got {type(image).__name__}")
+    begin, end = IMAGE
+    print((begin + base64.b64encode(image) + end).decode())
 
 
 def describe(error: BaseException) -> str:

@@ -48,6 +48,8 @@ class SessionResult:
         error: report of the exception.
         code: exit code of a command, or minus the number of the signal that ended it; None if a limit did.
         ended: True if the session's process has ended. Its variables are lost, and the next call starts another.
+        images: base64 of the image files that Python code passed to ``display``; the output has ``[image]`` in their
+            places.
         restarted: True if the process ended after the previous call, so that earlier variables were lost.
     """
 
@@ -57,6 +59,7 @@ class SessionResult:
     code: int | None = None
     ended: bool = False
     restarted: bool = False
+    images: Sequence[str] = ()
 
 
 class Link:

@@ -24,7 +24,8 @@ COLUMN = {"math": "solution", "gsm8k": "answer", "multiple_choice": "answer"}
 
 def test_every_task_with_votes_is_here():
     voting = {name for name, task in TASKS.items() if task.extract_answer is not None}
-    assert voting == set(GROUPS) and {t.scorer for t in EMBEDDED_TASKS.values() if t.extract_answer} <= {
+    assert voting == {*GROUPS, "geometry3k"} and TASKS["geometry3k"].extract_answer is TASKS["math"].extract_answer
+    assert {t.scorer for t in EMBEDDED_TASKS.values() if t.extract_answer} <= {
         "boxed_accuracy",
         *(TASKS[name].scorer for name in GROUPS),
     }

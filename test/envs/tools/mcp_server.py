@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from collections import Counter
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context, Image
 from mcp_types import CallToolResult, EmbeddedResource, ResourceLink, TextContent, TextResourceContents, ToolAnnotations
+from PIL import Image as Picture
 
 server = MCPServer("tests", log_level="CRITICAL")
 counts: Counter[str | None] = Counter()
@@ -119,12 +121,18 @@ async def count(ctx: Context) -> int:
     return counts[(ctx.headers or {}).get("mcp-session-id")]
 
 
+def drawing() -> bytes:
+    buffer = io.BytesIO()
+    Picture.new("RGB", (20, 10)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 @server.tool(structured_output=False)
 def several() -> list:
     """Returns texts, an image, a link and a file."""
     return [
         "one",
-        Image(data=b"x" * 30, format="png"),
+        Image(data=drawing(), format="png"),
         ResourceLink(type="resource_link", name="a book", uri="file:///book"),
         EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///page", text="a page")),
         "two",

@@ -27,6 +27,7 @@ from torchrl_rloo.envs.tools.parsers import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import ToolRegistry, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
+from torchrl_rloo.images import ImageStore
 from torchrl_rloo.modules import vLLMWrapper
 from torchrl_rloo.runtime import event_loop
 
@@ -99,8 +100,8 @@ def tools(request) -> Iterator[MCPTools]:
 class Trajectory:
     """Trajectory whose calls run as those of a ToolTransform."""
 
-    def __init__(self, tools, timeout: float = PATIENCE):
-        self.session = ToolSession(ToolRegistry(tools), {"column": 1}, timeout=timeout)
+    def __init__(self, tools, timeout: float = PATIENCE, store: ImageStore | None = None):
+        self.session = ToolSession(ToolRegistry(tools), {"column": 1}, timeout=timeout, store=store)
 
     def results(self, *calls: tuple[str, dict]) -> list[ToolResult]:
         async def make() -> list[ToolResult]:
@@ -122,8 +123,15 @@ def test_tools_are_as_the_server_declares_them(tools) -> None:
     assert named["add"].schema["function"]["parameters"]["required"] == ["a"]
     call = Trajectory([*tools, tool(local)])
     assert (call("add", a=2, b=3), call("add", a=2), call("odd_name"), call("local")) == ("5", "3", "odd", "here")
-    assert call("several") == ("one\n[image: image/png, 30 bytes]\n[link: a book, file:///book]\na page\ntwo")
+    assert call("several") == ("one\n[image 20x10]\n[link: a book, file:///book]\na page\ntwo")
     assert call("nothing") == "(nothing)"
+
+
+def test_images_of_a_server_are_stored(tools, tmp_path) -> None:
+    store = ImageStore(tmp_path)
+    (result,) = Trajectory(tools, store=store).results(("several", {}))
+    assert [part["type"] for part in result.parts] == ["text", "image", "text", "text", "text"]
+    assert store.load(result.parts[1]["url"]).size == (20, 10)
 
 
 def local() -> str:

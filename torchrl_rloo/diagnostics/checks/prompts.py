@@ -11,6 +11,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.templates import encode, encode_prompt, encode_prompts, render
 from torchrl_rloo.diagnostics.checks.base import Facts, Finding
+from torchrl_rloo.images.parts import content_text
 
 DUPLICATE_SHARE = 0.1  # copies up to this share of the rows change the weights of prompts little
 ERROR_SHARE = 0.5
@@ -36,7 +37,7 @@ def prompt_text(query: Any) -> str:
     """Return what distinguishes a prompt: its text, or its messages without the system's."""
     if isinstance(query, str):
         return query
-    return "\n".join(str(message["content"]) for message in query if message["role"] != "system")
+    return "\n".join(content_text(message["content"]) for message in query if message["role"] != "system")
 
 
 def check_duplicates(facts: Facts) -> Finding:
@@ -180,8 +181,10 @@ def _find_messages(facts: Facts, queries: list[Any]) -> Finding | None:
         shown = "".join(facts.tokenizer.decode(encode_prompt(facts.tokenizer, query, **facts.template_kwargs)).split())
         for message in query:
             content = message["content"]
-            if isinstance(content, str) and "".join(content.split()) not in shown:
-                missing.setdefault(message["role"], content)
+            texts = [content] if isinstance(content, str) else [p["text"] for p in content or () if p["type"] == "text"]
+            for text in texts:
+                if "".join(text.split()) not in shown:
+                    missing.setdefault(message["role"], text)
     if not missing:
         return None
     role = "user" if "user" in missing else next(iter(missing))

@@ -21,7 +21,15 @@ function blockElement(row, part, index, turn) {
   const body = element("div", "text");
   const calls = part.calls.filter(([from]) => from >= start && from < end);
   let into = body;
+  const images = part.images ?? [];
+  if (start === 0) for (const [, to, name] of images) if (to === 0) body.append(pictureElement(name));
   for (let i = start; i < end; i++) {
+    const image = images.find(([from, to]) => from === i && to > i);
+    if (image) {
+      body.append(pictureElement(image[2], `${image[1] - i} tokens`));
+      i = image[1] - 1;
+      continue;
+    }
     const call = calls.find(([from]) => from === i);
     if (call) {
       into = element("span", "call");
@@ -33,6 +41,20 @@ function blockElement(row, part, index, turn) {
   }
   block.append(head, body);
   return block;
+}
+
+// Return a thumbnail, or the label of an image that is missing or changed.
+function pictureElement(name, size = "") {
+  const { label, picture } = data.images[name];
+  const made = element("span", "picture");
+  if (picture) {
+    const image = element("img");
+    image.src = picture;
+    image.alt = label;
+    made.append(image);
+  }
+  made.append(element("span", "picture-label", `${picture ? label : label + ", cannot be shown"}${size && ", " + size}`));
+  return made;
 }
 
 // Return the blocks of a part; without the prompt, they start with the first sampled block.

@@ -88,4 +88,6 @@ def mix_prompts(datasets: Mapping[str, PromptDataset]) -> PromptDataset:
         for name, dataset in datasets.items()
         for row in dataset.rows
     ]
-    return PromptDataset(rows, too_long=sum(dataset.counts.too_long for dataset in datasets.values()))
+    counts = [dataset.counts for dataset in datasets.values()]
+    too_long, unreadable = sum(c.too_long for c in counts), sum(c.unreadable for c in counts)
+    return PromptDataset(rows, too_long=too_long, unreadable=unreadable)

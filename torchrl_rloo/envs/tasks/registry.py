@@ -9,6 +9,7 @@ from torchrl.envs import Transform
 
 from torchrl_rloo.envs.tasks.answers import COUNTDOWN, GSM8K, INSTRUCTIONS, MATH, MULTIPLE_CHOICE, SUMS
 from torchrl_rloo.envs.tasks.base import Scorer, Task, TaskBase
+from torchrl_rloo.envs.tasks.pictures import CHARTQA, GEOMETRY3K
 from torchrl_rloo.envs.tasks.programs import CODE, REPOSITORY
 from torchrl_rloo.envs.tasks.reasoning_gym import ReasoningGym
 from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
@@ -41,7 +42,7 @@ TASKS: dict[str, TaskBase] = {
     task.name: task
     for task in (
         *(SUMS, GSM8K, MATH, COUNTDOWN, INSTRUCTIONS, MULTIPLE_CHOICE, CODE, REPOSITORY),
-        *(ReasoningGym(), CUSTOM),
+        *(GEOMETRY3K, CHARTQA, ReasoningGym(), CUSTOM),
     )
 }
 

@@ -7,6 +7,7 @@ conversation has a private context, and no request of a page reaches another hos
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import os
 import re
@@ -172,7 +173,10 @@ class Page(BrowserTransform):
         return {"success": True, "result": {"url": self.page.url, "status": None}}
 
     async def act(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Do one of TorchRL's actions and return its result."""
+        """Do one of TorchRL's actions, or take a screenshot, and return the result."""
+        if arguments["action"] == "screenshot":
+            png = await self.page.screenshot(type="png")
+            return {"type": "image", "url": f"data:image/png;base64,{base64.b64encode(png).decode()}"}
         try:
             done = await self._execute_browser_action_async(**arguments)
         except KeyError as error:
@@ -208,6 +212,7 @@ class Browser(Tool):
         timeout: limit of an action, in seconds. The start of the browser may take 30 s more.
         sandbox: whether Chromium isolates its pages by its own sandbox. None uses it unless this process is root, for
             whom Chromium has none.
+        screenshots: whether the policy may also take a screenshot, an image of the visible part of the page.
 
     Raises:
         ImportError: if Playwright is not installed.
@@ -227,6 +232,7 @@ class Browser(Tool):
         program: str | None = None,
         timeout: float = 20.0,
         sandbox: bool | None = None,
+        screenshots: bool = False,
     ):
         self.allowed_hosts = check_hosts(allowed_hosts)
         found = next(filter(None, map(shutil.which, PROGRAMS if program is None else [program])), None)
@@ -239,10 +245,11 @@ class Browser(Tool):
         except ImportError as error:
             raise ImportError("Browser requires playwright: pip install 'torchrl_rloo[browser]'") from error
         parameters = copy.deepcopy(BROWSER_SCHEMA["parameters"])
-        parameters["properties"]["action"]["enum"].remove("screenshot")  # TorchRL's class has no such action
+        if not screenshots:
+            parameters["properties"]["action"]["enum"].remove("screenshot")
         description = f"{BROWSER_SCHEMA['description']}. Hosts: {', '.join(self.allowed_hosts)}."
         super().__init__("browser", description, parameters, timeout=timeout + START_S)
-        self.program, self.limit = os.path.abspath(found), timeout
+        self.program, self.limit, self.returns_images = os.path.abspath(found), timeout, screenshots
         self.sandbox = os.geteuid() != 0 if sandbox is None else sandbox
         self._process: BrowserProcess | None = None
         self._lock, self._owner = threading.Lock(), os.getpid()

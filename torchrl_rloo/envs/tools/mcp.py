@@ -27,19 +27,23 @@ from torchrl_rloo.runtime.http import Redactor
 from torchrl_rloo.runtime.processes import reaped_command
 
 
-def format_result(result: Any) -> str:
-    """Return the SDK's ``CallToolResult`` as the text that the policy is shown."""
+def format_result(result: Any) -> str | list[Any]:
+    """Return the SDK's ``CallToolResult`` as what the policy is shown: text, or a list of texts and images."""
     parts = [_part(content) for content in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    return "\n".join(parts) or "(nothing)"
+    if all(isinstance(part, str) for part in parts) or result.is_error:
+        return "\n".join(part if isinstance(part, str) else "[image]" for part in parts) or "(nothing)"
+    return parts
 
 
-def _part(content: Any) -> str:
+def _part(content: Any) -> str | dict[str, str]:
     if content.type == "text":
         return content.text
-    if content.type in ("image", "audio"):
-        return f"[{content.type}: {content.mime_type}, {len(content.data) * 3 // 4} bytes]"
+    if content.type == "image":
+        return {"type": "image", "url": f"data:{content.mime_type.replace(',', '')};base64,{content.data}"}
+    if content.type == "audio":
+        return f"[audio: {content.mime_type}, {len(content.data) * 3 // 4} bytes]"
     if content.type == "resource_link":
         return f"[link: {content.name}, {content.uri}]"
     resource = content.resource
@@ -158,8 +162,8 @@ class MCPTools(Sequence[Tool]):
     """Sequence of the tools of an MCP server, to combine with others: ``[*MCPTools.stdio("my-server"), calculator]``.
 
     Names, descriptions and schemas are the server's; other characters of a name become ``_``. The result of a call is
-    the server's texts, joined by line breaks; images, audio and links are described. Errors,
-    timeouts and lost connections become texts for the policy.
+    the server's texts, joined by line breaks, and its images; audio and links are described. Errors, timeouts and lost
+    connections become texts for the policy.
 
     The next call reconnects to a server that was lost. Without ``per_trajectory``, a lost call is repeated once if the
     server declares the tool read-only or idempotent. Others are not repeated: they may have had their effect.
@@ -334,7 +338,7 @@ class _MCPTool(Tool):
 
 
 class _SharedTool(_MCPTool):
-    async def call(self, state: None, /, **arguments: Any) -> str:
+    async def call(self, state: None, /, **arguments: Any) -> str | list[Any]:
         try:
             return await self.server._shared_connection().call(self._server_name, arguments, self.server.timeout)
         except ConnectionLostError:
@@ -353,7 +357,7 @@ class _SessionTool(_MCPTool):
         await session.connection.client()
         return session
 
-    async def call(self, state: _Session, /, **arguments: Any) -> str:
+    async def call(self, state: _Session, /, **arguments: Any) -> str | list[Any]:
         if not state.connection.usable:
             state.connection.leave()
             state.connection = self.server._connect()
@@ -421,8 +425,8 @@ class _Connection:
         """Wait for the connection and return the SDK's client; raise ConnectionLostError if connecting fails."""
         return await asyncio.shield(self._client)
 
-    async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
-        """Call a tool of the server and return its result as text; errors carry a message for the policy."""
+    async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str | list[Any]:
+        """Call a tool of the server and return its result; errors carry a message for the policy."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, REQUEST_TIMEOUT
 
@@ -441,10 +445,10 @@ class _Connection:
         except Exception as error:  # such as a result of another shape
             raise ToolError(self._reason(error)) from None
         # A tool that fails says so in its result
-        text = format_result(result)
+        shown = format_result(result)
         if result.is_error:
-            raise ToolError(self._redacted(text))
-        return text
+            raise ToolError(self._redacted(shown))
+        return shown
 
     async def page(self, request: Any, seconds: float) -> Any:
         """Wait for a page of a server's tools."""

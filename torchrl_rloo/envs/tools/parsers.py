@@ -45,6 +45,7 @@ class ToolResult:
     name: str  # empty for a call that could not be read
     text: str  # that the policy is shown
     outcome: Outcome
+    parts: list[dict[str, Any]] | None = None  # content of texts and images that it is shown instead of the text
 
 
 MAX_SOURCE_CHARS = 20_000  # of Python source: parsing takes about 100 times its size in memory

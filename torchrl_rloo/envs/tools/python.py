@@ -31,7 +31,8 @@ class PythonInterpreter(Tool):
     """Tool ``python``, which runs code in a sandboxed process of the trajectory.
 
     The policy reads what its code printed and the value of the code's last expression. An exception or an exceeded
-    limit makes the call fail with a text that says what happened and whether variables are lost.
+    limit makes the call fail with a text that says what happened and whether variables are lost. ``display(data)``
+    shows the bytes of an image file, which count as output; images of a failed call are left out.
 
     Args:
         timeout: limit of a call, in seconds.
@@ -40,6 +41,7 @@ class PythonInterpreter(Tool):
         max_output: bytes of a call's output that are shown. A call that prints more than 1 MB is stopped.
         max_sessions: limit of processes at a time; an idle one takes about 4 MB. Beyond it, the longest idle process
             ends; if none is idle, calls wait.
+        images: True to tell the policy about ``display``.
         allow_weaker: True to also run where the kernel lacks a layer of the sandbox.
 
     Attributes:
@@ -63,6 +65,7 @@ class PythonInterpreter(Tool):
         memory: int = 256 << 20,
         max_output: int = 5_000,
         max_sessions: int = 1024,
+        images: bool = False,
         allow_weaker: bool = False,
     ):
         if not 1 <= max_output <= _MAX_OUTPUT_BYTES:
@@ -82,21 +85,25 @@ class PythonInterpreter(Tool):
         super().__init__(
             "python",
             "Runs Python code and returns what it prints and the value of its last expression. Variables persist "
-            "between calls. The standard library is available; network and file access are not.",
+            "between calls. The standard library is available; network and file access are not."
+            + " display(data) shows the bytes of an image file."
+            * images,
             {"type": "object", "properties": {"code": code}, "required": ["code"]},
             timeout=self.sandbox.policy.patience,
         )
+        self.returns_images = images
 
     async def open(self, columns: Mapping[str, Any]) -> PythonSession:
         """Open a session; its process starts at the first call."""
         return self.sandbox.open()
 
-    async def call(self, state: PythonSession, /, code: str) -> str:
+    async def call(self, state: PythonSession, /, code: str) -> str | list[Any]:
         """Run code in the trajectory's session and return what the policy reads."""
         result = await state.call(code)
         text = self._text(result)
         if result.reason == "ok":
-            return text
+            images = [{"type": "image", "url": f"data:image/png;base64,{image}"} for image in result.images]
+            return [text, *images] if images else text
         raise ToolTimeoutError(text) if result.reason in ("timed_out", "cpu") else ToolError(text)
 
     async def close(self, state: PythonSession) -> None:

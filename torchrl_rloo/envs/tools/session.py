@@ -16,12 +16,23 @@ from typing import Any, NamedTuple
 
 from torchrl_rloo.envs.tools.parsers import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolRegistry, fit_arguments
+from torchrl_rloo.images.parts import content_text
+from torchrl_rloo.images.shown import has_images, result_content
+from torchrl_rloo.images.store import ImageStore, is_picture
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
 from torchrl_rloo.runtime.lookup import is_async
 
 _LOGGER = logging.getLogger(__name__)
-_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
+
+
+def _default(value: Any) -> str:
+    if is_picture(value):
+        raise TypeError("an image within a result cannot be shown; return the image, or a list of texts and images")
+    return str(value)
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, default=_default)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -31,7 +42,8 @@ class ToolSession:
     It may be used on any event loop, and closed on another one. Errors of a call become texts for the policy. A call
     that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so that no later call uses it.
     ``timeout`` limits a call, the opening of a state and its closing; a tool's shorter limit applies. The time in which
-    a call waits for a thread or for ``limits``, which sessions share, does not count.
+    a call waits for a thread or for ``limits``, which sessions share, does not count. Images of results go to
+    ``store``; None is for models that read text only.
     """
 
     def __init__(
@@ -42,7 +54,9 @@ class ToolSession:
         timeout: float = 30.0,
         max_chars: int = 10_000,
         limits: Mapping[str, CallLimit] | None = None,
+        store: ImageStore | None = None,
     ):
+        self.store = store
         self.tools, self.columns, self.timeout, self.max_chars = tools, columns, timeout, max_chars
         self.limits = dict(limits or {})
         self._states: dict[Hashable, _State] = {}
@@ -91,11 +105,12 @@ class ToolSession:
             message = f"{tool.name} took longer than {min(limit, remaining):.3g} s{lost}"
             return ToolResult(tool.name, self._error(message), "timed_out")
         if outcome.ok:
-            return ToolResult(tool.name, outcome.value, "ok")
+            parts = outcome.value if isinstance(outcome.value, list) else None
+            return ToolResult(tool.name, content_text(outcome.value), "ok", parts)
         return ToolResult(tool.name, self._error(outcome.value), "timed_out" if outcome.timed_out else "failed")
 
     async def _call(self, tool: Tool, state: Any, arguments: dict[str, Any], limit: float, deadline: float) -> _Outcome:
-        work = _guard(tool, tool.call, (state,), arguments, lambda value: _text(value, self.max_chars))
+        work = _guard(tool, tool.call, (state,), arguments, self._content)
         held, remaining = self._states.get(tool.state_key), max(0.0, deadline - time.monotonic())
         calling = event_loop.call(work, timeout=min(limit, remaining), limit=self.limits.get(tool.name))
         try:
@@ -105,6 +120,11 @@ class ToolSession:
             if self._states.get(tool.state_key) is held:  # a concurrent call may have dropped it already
                 self._drop(tool.state_key)
             raise
+
+    def _content(self, value: Any) -> Any:
+        """Return a result as text, or as parts if it has images."""
+        shown = has_images(value)
+        return result_content(value, _text, self.max_chars, self.store) if shown else _text(value, self.max_chars)
 
     async def _state(self, tool: Tool, limit: float, deadline: float) -> _Outcome:
         if not _has_state(tool):

@@ -259,6 +259,8 @@ class Tool:
             turn run concurrently. True by default for tools with a state.
         state_key: key of the state in a trajectory; the name by default. Tools with the same key share one state, which
             any of them may open or close, and one order of calls.
+        returns_images: True if the tool is known to return images. It is then an error before the run if the chat
+            template cannot show them.
 
     Raises:
         ValueError: if the name, schema or limit is invalid.
@@ -277,6 +279,8 @@ class Tool:
         >>> 1 <= dice.call(dice.open({}), sides=6) <= 6
         True
     """
+
+    returns_images = False
 
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any], *, timeout: float | None = None):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -304,6 +308,9 @@ class Tool:
 
     def call(self, state: Any, /, **arguments: Any) -> Any:
         """Run one call of the policy; return a string for it, or any value that JSON can represent.
+
+        Images are a ``PIL.Image``, a part ``{"type": "image", "url": "data:..."}``, or a list with some of both and of
+        texts. A result has at most 8 of them. One that cannot be read becomes a text that says so.
 
         ``state`` is that of :meth:`open`, and the arguments fit the schema. The policy sees the message of a
         :class:`ToolError`, and the type and message of other errors.

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import blake2b
 from string import Formatter
 from typing import Any
@@ -15,12 +16,14 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
-from torchrl_rloo.data.templates import Messages, decode_response, encode_prompt, join_conversation
+from torchrl_rloo.data.templates import Messages, decode_response, encode_prompt, image_paths, join_conversation
 from torchrl_rloo.engines.base import MAX_ABORTS, AsyncEngine, Engine, EngineError, Request, Sample, check_sample
 from torchrl_rloo.engines.generation import GenerationConfig, end_of_sequence_ids
 from torchrl_rloo.envs.chat import plain_value
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.envs.turn_transform import TurnTransform
+from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.parts import content_text, join_contents
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
 from torchrl_rloo.runtime.lookup import is_async
@@ -37,7 +40,8 @@ class FeedbackTransform(TurnTransform):
     Args:
         respond: ``f(conversation, row) -> messages | None``. It returns the messages that answer the conversation's
             last assistant message, or None to end the conversation. ``row`` holds the dataset's columns. A sync
-            function runs in a thread, an async one on an event loop.
+            function runs in a thread, an async one on an event loop. A content may be a list of texts, PIL images and
+            parts ``{"type": "image", "image": ...}``; a model that reads text only sees ``[image WxH]``.
         max_turns: maximum number of policy turns; a conversation that ``respond`` would continue after them is
             truncated. None leaves it to the environment.
 
@@ -155,7 +159,8 @@ class UserSimulator(TurnTransform):
     """Transform that answers the policy's turns with another policy that plays the user.
 
     The simulator sees the conversation with swapped roles: the policy's messages as the user's, its own as the
-    assistant's. It sees neither the policy's system prompt nor its thinking (``<think>``). It also sees no turn that
+    assistant's. An engine of a model that reads text only sees ``[image WxH ...]`` for an image. The simulator sees
+    neither the policy's system prompt nor its thinking (``<think>``). It also sees no turn that
     another transform answered, such as one that runs tools. Its replies are feedback, so their tokens carry no
     gradient: ``("next", "tokens", "prompt")`` grows by their ids.
 
@@ -300,6 +305,9 @@ class _EngineSpeaker:
 
     def __init__(self, engine: Engine, tokenizer: Any, config: GenerationConfig):
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.encoder, excluded = encoder_of(tokenizer), config.distribution.excluded
+        excluded = tuple(sorted({*excluded, *(() if self.encoder is None else self.encoder.excluded)}))
+        self.distribution = replace(config.distribution, excluded=excluded)
         self.stop_ids = () if config.ignore_eos else (*end_of_sequence_ids(tokenizer), *engine.stop_ids)
         self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
         self._waiting: deque[tuple[Request, Future[Sample]]] = deque()
@@ -307,14 +315,19 @@ class _EngineSpeaker:
         self._serving: asyncio.Task | None = None
 
     async def __call__(self, messages: Messages, seed: int) -> str:
+        paths = image_paths(messages)
+        if self.encoder is None and paths:
+            messages = [message | {"content": content_text(message["content"])} for message in messages]
         prompt = encode_prompt(self.tokenizer, messages)
+        images = () if self.encoder is None else self.encoder.spans(prompt, paths)
         limit = self.config.max_new_tokens
         if self.engine.context_length is not None:
             limit = min(limit, self.engine.context_length - len(prompt))
         if limit < 1:
             raise EngineError(f"{len(prompt)} tokens fill the simulator's context_length={self.engine.context_length}")
         # Retry a sample that a pause cut off; the next attempt waits until the engine resumes
-        request = Request(prompt, limit, seed, self.config.distribution, self.stop_ids, self.config.stop_strings)
+        stops = self.stop_ids, self.config.stop_strings
+        request = Request(prompt, limit, seed, self.distribution, *stops, images=images)
         for _ in range(MAX_ABORTS):
             answer = await self._sample(request)
             vocab_size, version = self.engine.vocab_size or len(self.tokenizer), self.engine.version
@@ -382,13 +395,13 @@ def _swap_roles(conversation: Messages, greeting: str) -> Messages:
             continue
         role, content = _SWAPPED_ROLES[message["role"]], message["content"]
         if role == "user":
-            content = without_thinking(content).strip()
+            content = without_thinking(content_text(content)).strip()
         # Chat templates require a user message first
         if not swapped and role == "assistant":
             swapped.append({"role": "user", "content": greeting})
         # Join consecutive messages of one role
         if swapped and swapped[-1]["role"] == role:
-            swapped[-1] = {"role": role, "content": f"{swapped[-1]['content']}\n\n{content}"}
+            swapped[-1] = {"role": role, "content": join_contents(swapped[-1]["content"], content, between="\n\n")}
         else:
             swapped.append({"role": role, "content": content})
     return swapped

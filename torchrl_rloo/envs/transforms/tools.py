@@ -14,7 +14,7 @@ from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import rows_to_reset, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
-from torchrl_rloo.data.templates import Messages
+from torchrl_rloo.data.templates import Messages, shows_images
 from torchrl_rloo.envs.activity import spending
 from torchrl_rloo.envs.chat import plain_value
 from torchrl_rloo.envs.tools.browser import Browser
@@ -29,6 +29,8 @@ from torchrl_rloo.envs.tools.parsers import (
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Tool, ToolRegistry
 from torchrl_rloo.envs.turn_transform import TurnTransform
+from torchrl_rloo.images.encoder import encoder_of
+from torchrl_rloo.images.parts import join_contents
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
 
@@ -37,6 +39,9 @@ _LOGGER = logging.getLogger(__name__)
 
 class ToolTransform(TurnTransform):
     """Transform that runs the tool calls of each finished turn of the policy, and answers it with their results.
+
+    A result may be an image or have some (:class:`~torchrl_rloo.envs.tools.Tool`). A vision-language model sees them in
+    the messages of ``result_role``; any other model reads ``[image WxH]``.
 
     The calls of a turn run concurrently; results keep the order of the calls. The policy sees a failed call's error as
     its result, starting with ``Error:``. A turn without calls is left as an answer. Calls are not run for a turn
@@ -76,7 +81,7 @@ class ToolTransform(TurnTransform):
 
     Raises:
         ValueError: for an unknown parser, role or tool, a limit of 0 or less, or conflicting tools; at ``reset``, if
-            ``tools_column`` names an unknown tool.
+            ``tools_column`` names an unknown tool, or the chat template shows no images of a tool that returns some.
         RuntimeError: at ``reset`` with ``show_schemas``, if it does not come after a :class:`DataLoadingPrimer`.
 
     Example:
@@ -196,7 +201,12 @@ class ToolTransform(TurnTransform):
             columns = {k: plain_value(row[k]) for k in row.keys() if k not in keys.RESERVED and k != keys.TOOLS}
             tools, _ = self._choice(row)
             session = ToolSession(
-                tools, columns, timeout=self.timeout, max_chars=self.max_output_chars, limits=self._limits
+                tools,
+                columns,
+                timeout=self.timeout,
+                max_chars=self.max_output_chars,
+                limits=self._limits,
+                store=getattr(encoder_of(self.chat_env.tokenizer), "store", None),
             )
             self._sessions[trajectory] = session
         return session
@@ -212,13 +222,13 @@ class ToolTransform(TurnTransform):
             results.append(ToolResult("", f"Error: the other {refused} calls were not made: at most {most}", "failed"))
         # Write the results in the form that the template takes
         if self.result_role == "user":
-            shown = "\n".join(f"<tool_response>\n{result.text}\n</tool_response>" for result in results)
-            return [{"role": "user", "content": shown}]
+            shown = [join_contents("<tool_response>\n", r.parts or r.text, "\n</tool_response>") for r in results]
+            return [{"role": "user", "content": join_contents(*shown, between="\n")}]
         return [
             {
                 "role": "tool",
                 "name": result.name or "unknown",
-                "content": result.text,
+                "content": result.parts or result.text,
                 "tool_call_id": getattr(call, "id", None) or f"call{(before + k) % 100_000:05d}",
             }
             for k, (call, result) in enumerate(zip(calls, results))  # noqa: B905  (refused calls share one result)
@@ -258,7 +268,18 @@ class ToolTransform(TurnTransform):
             row.set(keys.TOOLS, NonTensorData(self._choice(row)[1]))
         return rows
 
+    def _check_images(self) -> None:
+        """Raise if the chat template cannot show what tools are known to return."""
+        names, tokenizer = [tool.name for tool in self.tools.values() if tool.returns_images], self.chat_env.tokenizer
+        if names and encoder_of(tokenizer) is not None and not shows_images(tokenizer, self.result_role):
+            other = "user" if self.result_role == "tool" else "tool"
+            raise ValueError(
+                f"tools {names} return images, but the chat template shows none in messages of result_role="
+                f"{self.result_role!r}; set it to {other!r}, or change the tools"
+            )
+
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        self._check_images()
         for row, fresh in zip(tensordict_reset.unbind(0), rows_to_reset(tensordict), strict=True):
             if self.show_schemas and row.get(keys.TOOLS, None) is None:
                 raise RuntimeError(
@@ -289,6 +310,7 @@ class BrowserTransform(ToolTransform):
     Args:
         allowed_hosts: see :class:`~torchrl_rloo.envs.tools.Browser`.
         parser: see :class:`ToolTransform`.
+        screenshots: see :class:`~torchrl_rloo.envs.tools.Browser`.
         **kwargs: further arguments of :class:`ToolTransform`.
 
     Attributes:
@@ -301,8 +323,15 @@ class BrowserTransform(ToolTransform):
         )
     """
 
-    def __init__(self, allowed_hosts: Sequence[str], parser: str | Parser = "hermes", **kwargs: Any):
-        browser = Browser(allowed_hosts)
+    def __init__(
+        self,
+        allowed_hosts: Sequence[str],
+        parser: str | Parser = "hermes",
+        *,
+        screenshots: bool = False,
+        **kwargs: Any,
+    ):
+        browser = Browser(allowed_hosts, screenshots=screenshots)
         super().__init__([browser], parser, **kwargs)
         self.browser = browser
 

@@ -1,4 +1,6 @@
-"""FAMILIES: the known families of vision-language models, by the model type of their configuration."""
+"""Families by the model type of a configuration."""
+
+from typing import Any
 
 from torchrl_rloo.images.families.base import Family
 from torchrl_rloo.images.families.gemma3 import Gemma3
@@ -15,3 +17,8 @@ FAMILIES: dict[str, type[Family]] = {
     "llava_next": LlavaNext,
     "gemma3": Gemma3,
 }
+
+
+def is_family(config: Any) -> bool:
+    """Return whether a configuration is that of a vision-language model of one of the families."""
+    return config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None

@@ -8,7 +8,8 @@ import transformers as T
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchrl_rloo.images import ImageEncoder, ImageStore
+from torchrl_rloo.images import ImageStore
+from torchrl_rloo.images.encoder import ImageEncoder
 
 MARKS = {
     "qwen": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
