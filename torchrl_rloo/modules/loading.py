@@ -212,8 +212,11 @@ def _load_images(
 ) -> ImageEncoder | None:
     """Return the image encoder of a vision-language model of a known family, and None for all other models."""
     from transformers import AutoConfig, AutoImageProcessor
-    from transformers.utils import cached_file
+    from transformers.utils import cached_file, find_adapter_config_file
 
+    adapter = find_adapter_config_file(name, **kwargs)
+    if adapter is not None:  # an adapter's folder has no configuration of the model
+        name = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
     config = AutoConfig.from_pretrained(name, **kwargs)
     if not is_family(config):
         return None
