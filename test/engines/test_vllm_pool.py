@@ -123,5 +123,5 @@ def test_a_name_by_another_client_is_no_death(name: str, is_death: bool):
         "weight_versions": [{"version": name, "start": 0, "end": 1}],
     }
     with pytest.raises(Exception, match="was restarted" if is_death else "another client named .*'mine'") as caught:
-        sample_from_reply(LONG[0], choice)
+        sample_from_reply(LONG[0], {"choices": [choice]})
     assert isinstance(caught.value, EngineDeadError) == is_death

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from images.tiny import FAMILIES, build
 
+from support.vision_models import FAMILIES, build
 from torchrl_rloo.engines import TransformersEngine
 from torchrl_rloo.images.towers import frozen_towers
 from torchrl_rloo.modules import add_adapter, load_model, save_merged, save_model

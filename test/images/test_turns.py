@@ -76,12 +76,12 @@ def call_always(text: str) -> list[ToolCall]:
     return [ToolCall("camera", {}), ToolCall("camera", {})]
 
 
-@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize(("role", "mode"), [("tool", "tokens"), ("user", "tokens"), ("tool", "history")])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_of_tools_are_seen_and_scored_exactly(family: str, role: str, tmp_path) -> None:
+def test_images_of_tools_are_seen_and_scored_exactly(family: str, role: str, mode: str, tmp_path) -> None:
     model, tokenizer, store = build(family, tmp_path)
     tools = ToolTransform([Camera()], call_always, show_schemas=False, result_role=role)
-    rows, policy = play(model, tokenizer, prompts(store), [tools], max_turns=3)
+    rows, policy = play(model, tokenizer, prompts(store), [tools], max_turns=3, mode=mode)
     assert not tools.counts["tools/failed"] and len(rows) == 4
     for row in rows.unbind(0):
         messages = [*row[keys.QUERY], *row[keys.COMPLETION]]

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from images.tiny import build, picture
 from tensordict import TensorDict
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from support.engines import GROUP, VLLMEngines
+from support.vision_models import build, picture
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics.self_test import self_test

@@ -86,6 +86,8 @@ def load_model(
     tokenizer = load_tokenizer(name, chat_template=chat_template, images=images, **located)
     # Check dtype and device before loading the weights, which takes longer
     torch_dtype = parse_dtype(dtype)
+    if train_vision and tokenizer.images is None:
+        raise ValueError(f"train_vision=True, but {name} has no vision tower of a known family; set it to False")
     if device.startswith("cuda") and not meta and not torch.cuda.is_available():
         raise ValueError(
             f"device={device!r} requires CUDA, but torch {torch.__version__} finds no device; set device='cpu'"
@@ -211,8 +213,11 @@ def _load_images(
 ) -> ImageEncoder | None:
     """Return the image encoder of a vision-language model of a known family, and None for all other models."""
     from transformers import AutoConfig, AutoImageProcessor
-    from transformers.utils import cached_file
+    from transformers.utils import cached_file, find_adapter_config_file
 
+    adapter = find_adapter_config_file(name, **kwargs)
+    if adapter is not None:  # an adapter's folder has no configuration of the model
+        name = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
     config = AutoConfig.from_pretrained(name, **kwargs)
     if not is_family(config):
         return None
