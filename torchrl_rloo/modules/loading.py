@@ -86,6 +86,8 @@ def load_model(
     tokenizer = load_tokenizer(name, chat_template=chat_template, images=images, **located)
     # Check dtype and device before loading the weights, which takes longer
     torch_dtype = parse_dtype(dtype)
+    if train_vision and tokenizer.images is None:
+        raise ValueError(f"train_vision=True, but {name} has no vision tower of a known family; set it to False")
     if device.startswith("cuda") and not meta and not torch.cuda.is_available():
         raise ValueError(
             f"device={device!r} requires CUDA, but torch {torch.__version__} finds no device; set device='cpu'"

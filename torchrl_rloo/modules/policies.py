@@ -28,7 +28,6 @@ from torchrl_rloo.data.rows import (
     action_tokens,
     entry_of,
     make_tensorclass,
-    pad,
     place_actions,
     ragged,
     spread_actions,
@@ -38,7 +37,15 @@ from torchrl_rloo.data.rows import (
 from torchrl_rloo.data.templates import encode_conversation, from_history
 from torchrl_rloo.engines.exactness import check_rows
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
-from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
+from torchrl_rloo.engines.head import (
+    Head,
+    current_head,
+    find_head,
+    padded_arguments,
+    predicting_states,
+    sampled_logits,
+    score_positions,
+)
 from torchrl_rloo.engines.root import adopt, call_root, is_distributed
 from torchrl_rloo.functional.products import fast_layers
 from torchrl_rloo.images.encoder import ImageEncoder, PassImages
@@ -414,21 +421,6 @@ def see_nothing(decoder: nn.Module, images: ImageEncoder) -> torch.Tensor | floa
     # Exactly what a pass uses, since only these parts have gradients to reduce
     used = tree_leaves([output.pooler_output, getattr(output, "deepstack_features", None)])
     return 0.0 * sum(part.sum() for part in used if part is not None)
-
-
-def padded_arguments(model: nn.Module, images: PassImages) -> dict[str, Any]:
-    """Return the arguments of a pass over rows that are padded on the right."""
-    from torchrl_rloo.engines.decoder import image_masks  # imports transformers, which takes 2 s
-
-    ids = pad(images.tokens)
-    shown: dict[str, Any] = images.arguments(ids, model.device)
-    if (whole := images.whole_images(ids)) is not None and shown:
-        whole = whole.to(model.device)
-        shown["attention_mask"] = image_masks(model.config.get_text_config(), whole, torch.ones_like(whole))
-    if images.positions is not None:
-        axes = [pad([positions[axis] for positions in images.positions]) for axis in range(3)]
-        shown["position_ids"] = torch.stack(axes).to(model.device)
-    return shown
 
 
 def _row_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:
