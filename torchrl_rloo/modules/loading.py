@@ -170,7 +170,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer; without a pad token, it pads with the end-of-sequence token.
 
-    That of a vision-language model has its :class:`~torchrl_rloo.images.ImageEncoder` as the attribute ``images``.
+    That of a vision-language model has its ``ImageEncoder`` as the attribute ``images``.
 
     Args:
         name: hub id, local directory or GGUF file.
