@@ -28,6 +28,7 @@ from torchrl_rloo.data.rows import (
     action_tokens,
     entry_of,
     make_tensorclass,
+    pad,
     place_actions,
     ragged,
     spread_actions,
@@ -368,8 +369,7 @@ class TransformersWrapper(TurnPolicy):
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
     ) -> tuple[ActionStates, torch.Tensor | None]:
         """Return the states that predict the action tokens, and the router loss or None."""
-        tokens, images = ragged(rows, keys.TOKENS), [self._image_paths(row) for row in rows.unbind(0)]
-        shown = None if self.images is None else PassImages(self.images, tokens, images)
+        tokens, shown = ragged(rows, keys.TOKENS), self._shown_images(rows)
         with self._autocast(), recompute_in_eval(self.model), self._fast_layers():
             blind = shown is not None and not shown.paths and is_distributed(self.model)
             nothing = see_nothing(self.model if head is None else head.decoder, self.images) if blind else None
@@ -384,8 +384,11 @@ class TransformersWrapper(TurnPolicy):
                     "packing='packed' or 'shared_prefix'"
                 )
             kwargs = {"output_router_logits": True} if router_loss else {}
-            kwargs |= {} if shown is None else padded_arguments(self.model, shown)
-            states, out = predicting_states(self.model, head, actions.tokens, actions.action_mask, **kwargs)
+            ids = actions.tokens
+            if shown is not None:
+                ids = shown.real(pad(shown.tokens)).to(ids.device)
+                kwargs |= padded_arguments(self.model, shown)
+            states, out = predicting_states(self.model, head, ids, actions.action_mask, **kwargs)
         states = states if nothing is None else states + nothing
         if not router_loss:
             return ActionStates(states, None), None
@@ -393,6 +396,20 @@ class TransformersWrapper(TurnPolicy):
         return ActionStates(states, None), load_balancing_loss(
             self.model, out.router_logits, lengths, actions.tokens.shape[1]
         )
+
+    def _shown_images(self, rows: TensorDictBase) -> PassImages | None:
+        """Return the images of a pass, or None for a model without any; those after a row's last action are left out.
+
+        A row without actions needs none, since its image may be what is missing.
+        """
+        if self.images is None:
+            for row in rows.unbind(0):
+                self._image_paths(row)  # refuses images
+            return None
+        masks = ragged(rows, keys.ACTION_MASK)
+        stops = [int(mask.nonzero().max()) + 1 if mask.any() else 0 for mask in masks]
+        paths = [self._image_paths(row) if stop else [] for row, stop in zip(rows.unbind(0), stops, strict=True)]
+        return PassImages(self.images, ragged(rows, keys.TOKENS), paths, stops)
 
     def _set_log_probs(self, rows: TensorDictBase, out: TensorDictBase | None) -> TensorDictBase:
         scored = self.score(rows, entropy=False)
@@ -404,9 +421,10 @@ class TransformersWrapper(TurnPolicy):
     def _set_logits(self, rows: TensorDictBase) -> TensorDictBase:
         rows = self._ensure_actions(rows)
         tokens = action_tokens(rows).tokens.to(self.model.device)
-        images = [self._image_paths(row) for row in rows.unbind(0)]
-        shown = None if self.images is None else PassImages(self.images, ragged(rows, keys.TOKENS), images)
-        shown = {} if shown is None else padded_arguments(self.model, shown)
+        images = self._shown_images(rows)
+        if images is not None:
+            tokens = images.real(pad(images.tokens)).to(tokens.device)
+        shown = {} if images is None else padded_arguments(self.model, images)
         logits = call_root(self.model, sampled_logits, self.model, tokens, self.distribution, **shown)
         for row, values in zip(rows.unbind(0), logits, strict=True):
             row.set("logits", values[: len(row[keys.TOKENS])])
