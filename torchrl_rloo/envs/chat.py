@@ -159,9 +159,9 @@ class ChatEnv(SignedEnv, EnvBase):
         template_kwargs: arguments of the chat template. A row's own ``"tools"`` are passed as ``tools``.
 
     Attributes:
-        counts: ``"env/rewritten_turns"``, the number of turns whose past the template would have rendered differently,
-            ``"env/long_prompts"``, the number of prompts that left the policy no token, and ``"env/missing_images"``,
-            the number of prompts whose image was missing.
+        counts: ``"env/rewritten_turns"``, the number of turns whose past the template would have rendered differently;
+            ``"env/long_prompts"``, prompts that left the policy no token; ``"env/missing_images"``, prompts whose image
+            was missing.
         context_length: maximum tokens of the policy's context, which limits trajectories like ``max_tokens``; None
             disables it. It may be set at any time, and :meth:`adapt_to` takes it from a policy.
         end_ids: ids with which the model ends a turn. After one of them, feedback starts without the template's own end
