@@ -59,7 +59,7 @@ with open(folder / "pictures.jsonl", "w") as file:
 figure, axes = plt.subplots(1, 6, figsize=(7, 1.3), layout="constrained")
 for number, ax in enumerate(axes):
     ax.imshow(Image.open(folder / f"{number}.png"))
-    ax.axis("off")
+    ax.set(xticks=[], yticks=[])
 plt.show()
 
 # %% [markdown]
@@ -168,7 +168,7 @@ plt.show()
 # %% [markdown]
 # ## What to try next
 #
-# - Return 1 for the largest and 0 for the others, and compare the curves.
+# - Return 1 for the largest and 0 for the others: a policy that does not look then earns less.
 # - Train the vision tower as well: `load_model(..., train_vision=True)`.
 # - Look at the conversations: `write_transcripts` of `torchrl_rloo.diagnostics` shows the pictures in their places.
 # - Use a real model and data: the guide [](../how-to/images.md) has the models, and what is refused.
