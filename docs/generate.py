@@ -18,6 +18,7 @@ RECIPES = ("rloo", "reward_model", "evaluate")
 TUTORIALS = (
     "first_loop",
     "own_data_and_reward",
+    "pictures",
     "tool_environment",
     "multi_turn_game",
     "self_play",

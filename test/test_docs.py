@@ -90,7 +90,7 @@ def test_each_block_runs_in_a_test_or_is_marked_as_output(page: Path):
     assert {n for n in names if not n.startswith("{")} <= {"python", "bash"} | OUTPUT
 
 
-WITHOUT_CONTEXT = {"README.md", "docs/how-to/vllm.md"}  # run by test_tutorials.py
+WITHOUT_CONTEXT = {"README.md", "docs/how-to/images.md", "docs/how-to/vllm.md"}  # run by test_tutorials.py
 _PARTS = """
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer

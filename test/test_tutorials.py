@@ -64,6 +64,13 @@ def test_the_loop_of_the_readme_learns(run):
     assert sum(rewards[:2]) / 2 < 0.6 < 0.65 < sum(rewards[-2:]) / 2
 
 
+def test_the_loop_with_images_learns(run):
+    page = TUTORIALS.parent / "docs" / "how-to" / "images.md"
+    source = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    rewards = rewards_of(run(replaced(source, ("range(20)", "range(6)")), "shapes"))
+    assert len(rewards) == 6 and sum(rewards[:2]) + 0.1 < sum(rewards[-2:])
+
+
 def test_the_tool_environment_learns_to_call(run, tmp_path):
     source = edited(
         "tool_environment.py",

@@ -56,8 +56,13 @@ class Config:
     inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)  # engine; other settings have no effect
     eval: ScoringConfig = field(default_factory=ScoringConfig)
 
-    unused: ClassVar = ("model.gradient_checkpointing", "inference.updater", "inference.self_test", "inference.sleep")
-    unused += ("inference.parity_every",)
+    unused: ClassVar = (
+        "model.gradient_checkpointing",
+        "model.train_vision",
+        "inference.updater",
+        "inference.self_test",
+    )
+    unused += ("inference.sleep", "inference.parity_every")
 
     def __post_init__(self):
         for name, unset in (("dtype", "float32"), ("device", "cpu"), ("kwargs", {})):

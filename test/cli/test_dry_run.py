@@ -80,6 +80,10 @@ def test_a_task_without_known_answers_has_no_gradient(capsys):
     assert "mean reward 0, no gradient (all rewards were equal)" in summary
 
 
+def test_pictures_reach_the_scripted_engine_and_its_probes(capsys):
+    assert "1 step, mean reward 0" in run_dry(capsys, "rloo", "task=shapes", "plan.num_generations=2")
+
+
 @pytest.mark.xdist_group(RAY_GROUP)
 def test_the_asynchronous_recipe_runs_its_workers_and_engines(capsys, ray_cluster):
     summary = run_dry(capsys, "rloo", "inference=ray_transformers", "collector.max_staleness=1", "ray.num_workers=1")

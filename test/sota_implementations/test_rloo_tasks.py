@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 from hydra.errors import InstantiationException
 
+from support import vision_models
 from support.processes import children, wait_until_gone
 from support.recipes import run_recipe_here
 from support.runs import check_metric_names, read_jsonl
 from support.waiting import wait_until
+from torchrl_rloo import modules
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.embedded.resolve import EMBEDDED_TASKS
 from torchrl_rloo.envs.tasks.registry import TASKS
@@ -158,6 +160,33 @@ def test_rows_rewards_and_settings_of_trl(tiny, tmp_path, monkeypatch):
     assert [r["entropy_coeff"] for r in records] == [0, 0.01, 0.02]
     assert records == read_jsonl(tmp_path / "resumed" / "metrics.jsonl")[1:]
     check_metric_names(tmp_path / "whole")
+
+
+PICTURE_REWARDS = """
+def size_and_letters(completions, images, **kwargs):
+    return [(sum(map(ord, c[0]["content"])) + i[0].size[0]) % 7 / 7 for c, i in zip(completions, images)]
+"""
+
+
+@pytest.mark.parametrize("packing", ["none", "shared_prefix"])
+def test_a_stopped_run_with_pictures_ends_with_the_bits_of_a_whole_one(packing, tmp_path, monkeypatch):
+    (tmp_path / "picture_rewards.py").write_text(PICTURE_REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    model, tokenizer, _ = vision_models.build("qwen2_5_vl", tmp_path / "store")
+    name = modules.save_model(model, tokenizer, tmp_path / "tiny")
+    settings = ["task=geometry3k", "data.source=embedded", "data.limit=24", "data.eval_size=4", f"model.name={name}"]
+    settings += ["plan.steps=3", "plan.prompts_per_step=4", "plan.num_generations=4", "generate.max_new_tokens=8"]
+    settings += ["optimizer.lr=1e-2", "reward.functions=[picture_rewards.size_and_letters]", "checkpoint.every=1"]
+    settings += [f"train.packing={packing}", "model.train_vision=true", "log.samples_every=1"]
+    run(settings, tmp_path / "whole")
+    run([*settings, "stop_after=2"], tmp_path / "resumed")
+    run(settings, tmp_path / "resumed")
+    weights = [(tmp_path / folder / "model" / "model.safetensors").read_bytes() for folder in ("whole", "resumed")]
+    assert weights[0] == weights[1] != (name / "model.safetensors").read_bytes()
+    pictures = list((tmp_path / "whole" / "images").iterdir())
+    assert len(pictures) >= 20 and all(len(picture.stem) == 64 for picture in pictures)
+    checkpoint = max((tmp_path / "whole" / "checkpoints").iterdir())
+    assert checkpoint.stat().st_size < 4 * len(weights[0]), "a checkpoint has references to pictures, not pixels"
 
 
 def test_mixture_draws_rewards_judges_and_logs_each_task(tiny, tmp_path):

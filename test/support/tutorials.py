@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
-WARM_START_STEPS = {"addition": 150, "calculator": 120, "guessing": 40}  # enough to earn some rewards
+WARM_START_STEPS = {"addition": 150, "calculator": 120, "guessing": 40, "shapes": 250}  # enough to earn some rewards
 NOTEBOOKS = {  # task, settings of a short run, a pattern in what it prints
     "first_loop.py": ("addition", {"STEPS = 30": "STEPS = 2"}, r"gradient norm \d+\.\d\d; after one step the clip"),
     "own_data_and_reward.py": ("addition", {"STEPS = 40": "STEPS = 2"}, r"requires \['answer'\].*step 0: right_number"),
+    "pictures.py": ("shapes", {"STEPS = 24": "STEPS = 1"}, r"step 0: reward 0\.\d\d.*that of the next prompt 0\.\d\d"),
     "multi_turn_game.py": (
         "guessing",
         {"STEPS = 18": "STEPS = 1", "prompts_per_batch=16": "prompts_per_batch=4"},

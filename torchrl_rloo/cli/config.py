@@ -78,6 +78,7 @@ class ModelConfig:
     device: str = "cpu"  # device of the trained model: cpu or cuda
     chat_template: str | None = None  # .jinja file, tokenizer directory or template; null: the tokenizer's own
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    train_vision: bool = False  # also train the vision tower of a vision-language model, and send it to engines
     quantization: Annotated[str, OneOf("nf4")] | None = None  # frozen weights under lora: nf4 (QLoRA); null: in dtype
     quantization_kwargs: dict[str, Any] = field(default_factory=dict)  # {bnb_4bit_use_double_quant: true}
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of from_pretrained: {attn_implementation: sdpa}

@@ -94,7 +94,7 @@ def make_settings(cfg: Any, folder: Path) -> Any:
 def save_model(cfg: Any, folder: Path) -> str:
     """Save a random model of two layers with the tokenizer and the context of the one that the settings name."""
     from torchrl_rloo.embedded import build_model
-    from torchrl_rloo.embedded.warm_start import build_untrained, save
+    from torchrl_rloo.embedded.warm_start import build_untrained
     from torchrl_rloo.envs.tasks.base import EMBEDDED
     from torchrl_rloo.modules import load_tokenizer
     from torchrl_rloo.modules.model_files import save_tokenizer
@@ -102,14 +102,14 @@ def save_model(cfg: Any, folder: Path) -> str:
 
     located = {name: value for name, value in cfg.model.kwargs.items() if name in HUB_KWARGS}
     if cfg.model.name == EMBEDDED:
-        save(*build_untrained(cfg.task.name, cfg.seed), folder)
-        return str(folder)
-    from torchrl_rloo.cli.plan import model_config
+        model, tokenizer = build_untrained(cfg.task.name, cfg.seed)
+    else:
+        from torchrl_rloo.cli.plan import model_config
 
-    tokenizer = load_tokenizer(cfg.model.name, **located)
-    model = build_model(tokenizer, seed=cfg.seed)
-    context = getattr(model_config(cfg), "max_position_embeddings", None)
-    model.config.max_position_embeddings = context or model.config.max_position_embeddings
+        tokenizer = load_tokenizer(cfg.model.name, **located)
+        model = build_model(tokenizer, seed=cfg.seed)
+        context = getattr(model_config(cfg), "max_position_embeddings", None)
+        model.config.max_position_embeddings = context or model.config.max_position_embeddings
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     return str(folder)

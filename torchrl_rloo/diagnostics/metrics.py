@@ -286,6 +286,7 @@ DEFINITIONS = {
     "failed; they abstain",
     "count/env/rewritten_turns": "turns so far at which the chat template rewrote earlier tokens of the conversation",
     "count/env/long_prompts": "prompts so far that left the policy no token; their rows abstain",
+    "count/env/missing_images": "prompts so far whose image was missing; their rows abstain",
     "count/feedback/<turn|token|time>_limit": "conversations so far that this limit ended before further feedback",
     "count/tools/<tool>/<calls|failed|invalid|timed_out>": "calls so far of a tool, and those that raised, had invalid "
     "arguments or timed out; the policy sees each failure",

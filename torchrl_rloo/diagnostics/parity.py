@@ -23,6 +23,8 @@ from torchrl_rloo.diagnostics.plan import TrainingPlan
 from torchrl_rloo.functional.kl import k3
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.functional.statistics import effective_sample_size
+from torchrl_rloo.images.encoder import digests
+from torchrl_rloo.images.parts import image_paths
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy
 from torchrl_rloo.modules.reference import record_log_probs
 from torchrl_rloo.runtime.ranks import Ranks
@@ -116,11 +118,10 @@ def probe_parity(
     ranks, limit = Ranks.single() if ranks is None else ranks, torch.tensor(max_new_tokens)
 
     def sample() -> TensorDictBase:
-        seeded = [
-            {keys.PROMPT_TOKENS: prompt, keys.SEED: torch.tensor(i), keys.MAX_NEW_TOKENS: limit}
-            for i, prompt in enumerate(ragged(prompts, keys.PROMPT_TOKENS))
-        ]
-        return policy(stack_rows([TensorDict(row, []) for row in seeded]))
+        rows = [row.select(keys.PROMPT_TOKENS, keys.IMAGES, strict=False) for row in prompts.unbind(0)]
+        for i, row in enumerate(rows):
+            row.update({keys.SEED: torch.tensor(i), keys.MAX_NEW_TOKENS: limit})
+        return policy(stack_rows(rows))
 
     rows = to_lazy_stack(ranks.broadcast(sample))
     rows = concatenate(rows.unbind(0)) if rows.ndim == 2 else rows  # several samples per prompt
@@ -362,7 +363,11 @@ def check_parity(
     """
     queries = [row[keys.QUERY] for row in islice(prompts, 8)]
     encoded = [torch.tensor(encode_prompt(trainer.tokenizer, query, **(template_kwargs or {}))) for query in queries]
-    rows = stack_rows([TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in encoded])
+    rows = [TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in encoded]
+    if trainer.images is not None:
+        for row, query in zip(rows, queries, strict=True):
+            row.set(keys.IMAGES, digests(image_paths([] if isinstance(query, str) else query)).view(-1, 32))
+    rows = stack_rows(rows)
     dtypes = {"sampler_dtype": sampler_dtype, "trainer_dtype": trainer.model.dtype}
     limit = trainer.config.max_new_tokens
     gap, advice = probe_parity(policy, trainer, rows, max_new_tokens=limit, ranks=ranks, **dtypes)

@@ -1,7 +1,7 @@
 """Supervised warm start of the embedded model, built once.
 
 The sloppy teacher of each task makes the model like a base model: able but unreliable. On held-out addition problems
-0-6 % of its greedy and 20-27 % of its sampled answers are correct.
+0-6 % of its greedy and 20-27 % of its sampled answers are correct, and on held-out pictures 1-7 % and 31-32 %.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ class Sampler(ABC):
         context_length: maximum number of tokens of prompt and turn together; None if the engine does not report it.
         vocab_size: number of ids that the model may sample; None if the engine does not report it.
         stop_ids: ids that end a turn according to the model, in addition to the tokenizer's.
-        image_settings: settings of the engine's images, as :meth:`~torchrl_rloo.images.ImageEncoder.settings` returns
-            them; None if the engine samples from text only.
+        image_settings: settings of the engine's images, as ``ImageEncoder.settings`` returns them; None if the engine
+            samples from text only.
     """
 
     context_length: int | None = None

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import nn
 
+from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.root import call_root, fsdp_dtypes
 from torchrl_rloo.functional import SamplingDistribution
 from torchrl_rloo.functional.log_probs import TokenLogProbs, accumulation_dtype, project, token_log_probs
 from torchrl_rloo.functional.sampling import Support, process_logits
+from torchrl_rloo.images.encoder import PassImages
 from torchrl_rloo.weight_update.four_bit import four_bit_layers
 
 NARROW = 2e-2  # share of the largest logit that rounding to 16 bits explains
@@ -212,6 +215,21 @@ def predicting_states(
         out = head.decoder(input_ids=tokens, use_cache=False, **kwargs)
         states = out.last_hidden_state
     return states[:, :-1][positions[:, 1:]], out
+
+
+def padded_arguments(model: nn.Module, images: PassImages) -> dict[str, Any]:
+    """Return the arguments of a pass over rows that are padded on the right."""
+    from torchrl_rloo.engines.decoder import image_masks  # imports transformers, which takes 2 s
+
+    ids = pad(images.tokens)
+    shown: dict[str, Any] = images.arguments(ids, model.device)
+    if (whole := images.whole_images(ids)) is not None and shown:
+        whole = whole.to(model.device)
+        shown["attention_mask"] = image_masks(model.config.get_text_config(), whole, torch.ones_like(whole))
+    if images.positions is not None:
+        axes = [pad([positions[axis] for positions in images.positions]) for axis in range(3)]
+        shown["position_ids"] = torch.stack(axes).to(model.device)
+    return shown
 
 
 def score_positions(

@@ -29,8 +29,9 @@ from torchrl_rloo.engines.base import (
     check_in_flight,
 )
 from torchrl_rloo.engines.base import WeightStep as Step
-from torchrl_rloo.engines.head import score_positions
+from torchrl_rloo.engines.head import padded_arguments, predicting_states, score_positions
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.images.encoder import PassImages, encoder_of
 from torchrl_rloo.weight_update.protocol import OpenUpdate, StaleStepError, read_manifest, require_open
 from torchrl_rloo.weight_update.transport import DirectReceiver
 
@@ -523,18 +524,24 @@ class ScriptedModelEngine(TransformersEngine):
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         places = torch.arange(tokens.shape[1])[None]
         positions = (places >= starts) & (places < ends)
-        log_probs = self._score(tokens, positions, requests[0].distribution).split([len(turn) for turn in played])
+        shown, encoder = {}, encoder_of(self.tokenizer)
+        if encoder is not None:
+            paths = [[image.path for image in request.images] for request in requests]
+            shown = padded_arguments(self.model, PassImages(encoder, rows, paths))
+        scores = self._score(tokens, positions, requests[0].distribution, shown)
+        log_probs = scores.split([len(turn) for turn in played])
         return [
             Sample(turn, scores.tolist(), "stop" if turn == whole else "length", [self.version] * len(turn))
             for turn, whole, scores in zip(played, turns, log_probs, strict=True)
         ]
 
-    def _score(self, tokens: torch.Tensor, positions: torch.Tensor, distribution: Any) -> torch.Tensor:
+    def _score(
+        self, tokens: torch.Tensor, positions: torch.Tensor, distribution: Any, shown: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         """Return the log-probs ``[N]`` of the tokens at ``positions``; 0 for a greedy distribution."""
         if distribution.temperature == 0:
             return torch.zeros(int(positions.sum()))
-        device = self.model.device
-        scored = score_positions(
-            self.model, self.head, tokens.to(device), positions.to(device), distribution, entropy=False
-        )
+        tokens, positions = tokens.to(self.model.device), positions.to(self.model.device)
+        states, _ = predicting_states(self.model, self.head, tokens, positions, **shown)
+        scored = score_positions(self.model, self.head, tokens, positions, distribution, hidden=states, entropy=False)
         return scored.log_probs.float().cpu()

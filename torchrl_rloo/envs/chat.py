@@ -7,6 +7,7 @@ of unequal length in tokens mode, and never sets ``done``.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import time
 from collections import Counter
@@ -51,8 +52,10 @@ from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
 from torchrl_rloo.images.encoder import digests, encoder_of
 from torchrl_rloo.images.parts import image_paths
 from torchrl_rloo.images.shown import stored_messages
+from torchrl_rloo.images.store import ImageError
 from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
+_LOGGER = logging.getLogger(__name__)
 STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
 CONVERSATION_KEYS = frozenset({*STEP_KEYS, keys.COMPLETION, *SAMPLE_KEYS, keys.TOOLS_SEEN})
 CONVERSATION_KEYS |= {"tokens", "masks", "log_probs", "text", "history"}
@@ -157,7 +160,8 @@ class ChatEnv(SignedEnv, EnvBase):
 
     Attributes:
         counts: ``"env/rewritten_turns"``, the number of turns whose past the template would have rendered differently,
-            and ``"env/long_prompts"``, the number of prompts that left the policy no token.
+            ``"env/long_prompts"``, the number of prompts that left the policy no token, and ``"env/missing_images"``,
+            the number of prompts whose image was missing.
         context_length: maximum tokens of the policy's context, which limits trajectories like ``max_tokens``; None
             disables it. It may be set at any time, and :meth:`adapt_to` takes it from a policy.
         end_ids: ids with which the model ends a turn. After one of them, feedback starts without the template's own end
@@ -287,17 +291,14 @@ class ChatEnv(SignedEnv, EnvBase):
         """Put a row at the start of its conversation.
 
         A prompt that leaves the policy no token ends the row as truncated, with the stop reason ``"total_tokens"``. The
-        row then keeps only as many ids of the prompt as fit.
+        row then keeps only as many ids of the prompt as fit, and no image. A prompt whose image is missing ends it as
+        ``"failed"``.
         """
         opened_before = keys.NUM_TURNS in row.keys()
         row = drop_entries(row, CONVERSATION_KEYS)
         query = non_tensor_value(row, keys.QUERY)
-        prompt, limit = encoded.encode(row, query, self._template_arguments(row)), self.token_limit
-        fits = limit is None or len(prompt) < limit
-        if not fits:
-            self.counts["env/long_prompts"] += 1
-            prompt = prompt[:limit]
-        end_row(row, "running" if fits else "total_tokens")
+        prompt, reason = self._encode_first(row, query, encoded)
+        end_row(row, reason)
         # A row opened before holds this environment's limit and the id of the conversation before, not its own
         if not opened_before and (own := entry_of(row, keys.MAX_NEW_TOKENS)) is not None:
             row.set(keys.INITIAL_MAX_NEW_TOKENS, own)
@@ -310,12 +311,30 @@ class ChatEnv(SignedEnv, EnvBase):
             keys.NUM_TURNS: torch.tensor(0),
             keys.COMPLETION: make_non_tensor([] if is_conversation(query) else ""),
         }
-        if not isinstance(query, str) and (paths := image_paths(query)):
+        if reason == "running" and not isinstance(query, str) and (paths := image_paths(query)):
             opened[keys.IMAGES] = digests(paths)
         if self.max_seconds is not None:
             opened[keys.STARTED] = torch.tensor(time.monotonic(), dtype=torch.float64)
         set_entries(row, opened)
         return self.set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
+
+    def _encode_first(self, row: TensorDictBase, query: Messages | str, encoded: PromptIds) -> tuple[torch.Tensor, str]:
+        """Return the ids of a prompt, and the stop reason of its row: ``"running"`` unless it cannot begin."""
+        images = encoder_of(self.tokenizer)
+        try:
+            prompt = encoded.encode(row, query, self._template_arguments(row))
+        except ImageError as error:
+            self.counts["env/missing_images"] += 1
+            _LOGGER.warning("a prompt cannot be shown to the policy: %s", error)
+            return torch.tensor([self.tokenizer.eos_token_id]), "failed"
+        if self.token_limit is None or len(prompt) < self.token_limit:
+            return prompt, "running"
+        self.counts["env/long_prompts"] += 1
+        if images is not None:  # a part of an image has no meaning
+            prompt = prompt[: [*prompt.tolist(), images.family.image_id].index(images.family.image_id)]
+        return prompt[: self.token_limit] if len(prompt) else torch.tensor(
+            [self.tokenizer.eos_token_id]
+        ), "total_tokens"
 
     def set_context(
         self, row: TensorDictBase, tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor

@@ -200,23 +200,46 @@ class PassImages:
         encoder: encoder of the model.
         tokens: ids of ``B`` rows, ``[T_i]``.
         paths: images of each row, in the order of their tokens.
+        stops: number of leading tokens of each row that the pass needs; None needs all. Later images are left out, and
+            their tokens have the id 0.
 
     Raises:
         ValueError: if a row's image tokens are not those of its images; models would accept ids without pixels.
     """
 
-    def __init__(self, encoder: ImageEncoder, tokens: Sequence[torch.Tensor], paths: Sequence[Sequence[str]]):
-        self.encoder, self.paths = encoder, list(dict.fromkeys(path for row in paths for path in row))
-        self.numbers = [encoder.number(path) for path in self.paths]
-        index = {path: k for k, path in enumerate(self.paths)}
-        self.tokens, self.positions = [], []
-        for ids, row in zip(tokens, paths, strict=True):
-            ids, places = ids.cpu(), (ids == encoder.family.image_id).cpu()
-            encoder.check(int(places.sum()), row)
-            self.positions.append(encoder.family.positions(ids, [encoder.size(path) for path in row]))
-            if row:
-                own = torch.tensor([-1 - index[path] for path in row])
-                repeats = torch.tensor([self.numbers[index[path]] for path in row])
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        tokens: Sequence[torch.Tensor],
+        paths: Sequence[Sequence[str]],
+        stops: Sequence[int] | None = None,
+    ):
+        self.encoder, self.tokens, self.positions = encoder, [], []
+        self.paths: list[str] = []
+        self.numbers: list[int] = []
+        index: dict[str, int] = {}
+        stops = [len(ids) for ids in tokens] if stops is None else stops
+        for ids, row, stop in zip(tokens, paths, stops, strict=True):
+            ids, shown = ids.cpu(), []
+            places = ids == encoder.family.image_id
+            left = int(places[:stop].sum())
+            if stop:
+                encoder.check(int(places.sum()), row)
+            for path in row if left else ():
+                if path not in index:
+                    index[path] = len(self.paths)
+                    self.paths.append(path)
+                    self.numbers.append(encoder.number(path))
+                shown.append(path)
+                left -= self.numbers[index[path]]
+                if left == 0:
+                    break
+            ids = ids.masked_fill(places, 0)
+            self.positions.append(encoder.family.positions(places, [encoder.size(path) for path in shown]))
+            if shown:
+                own = torch.tensor([-1 - index[path] for path in shown])
+                repeats = torch.tensor([self.numbers[index[path]] for path in shown])
+                places[stop:] = False
                 ids = ids.masked_scatter(places, own.repeat_interleave(repeats))
             self.tokens.append(ids)
         if self.positions[0] is None:

@@ -6,11 +6,13 @@ import base64
 import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.images.encoder import ImageEncoder
 from torchrl_rloo.images.parts import content_text
 from torchrl_rloo.images.store import SUFFIXES, ImageError, ImageStore, describe, is_picture
+
+if TYPE_CHECKING:
+    from torchrl_rloo.images.encoder import ImageEncoder
 
 MAX_IMAGES = 8  # of a tool's result
 _EDGE = 224  # largest width and height of a thumbnail, in pixels

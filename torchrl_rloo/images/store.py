@@ -186,7 +186,8 @@ def upright_size(path: str) -> tuple[int, int]:
             width, height = image.size
             turned = image.getexif().get(_ORIENTATION, 1) >= 5
     except Exception as error:
-        raise ImageError(f"image {path!r} cannot be read: {error}; restore the file") from error
+        reason = getattr(error, "strerror", None) or _one_line(error)
+        raise ImageError(f"image {path!r} cannot be read: {reason}; restore the file") from error
     return (height, width) if turned else (width, height)
 
 

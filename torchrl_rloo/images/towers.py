@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from torchrl_rloo.images.families import FAMILIES
+from torchrl_rloo.images.families import FAMILIES, is_family
 
 
 def vision_language_model(model: nn.Module) -> nn.Module | None:
@@ -14,8 +14,7 @@ def vision_language_model(model: nn.Module) -> nn.Module | None:
     modeling = sys.modules.get("transformers.modeling_utils")  # the import is slow, and without it there is no model
     kind = getattr(modeling, "PreTrainedModel", ())
     base = next((module for module in model.modules() if isinstance(module, kind)), None)
-    known = base is not None and base.config.model_type in FAMILIES
-    return base if known and getattr(base.config, "vision_config", None) is not None else None
+    return base if base is not None and is_family(base.config) else None
 
 
 def vision_towers(model: nn.Module) -> list[nn.Module]:

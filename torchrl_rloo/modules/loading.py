@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-
 def load_model(
     name: str | os.PathLike,
     *,
@@ -87,6 +86,8 @@ def load_model(
     tokenizer = load_tokenizer(name, chat_template=chat_template, images=images, **located)
     # Check dtype and device before loading the weights, which takes longer
     torch_dtype = parse_dtype(dtype)
+    if train_vision and tokenizer.images is None:
+        raise ValueError(f"train_vision=True, but {name} has no vision tower of a known family; set it to False")
     if device.startswith("cuda") and not meta and not torch.cuda.is_available():
         raise ValueError(
             f"device={device!r} requires CUDA, but torch {torch.__version__} finds no device; set device='cpu'"
@@ -169,7 +170,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer; without a pad token, it pads with the end-of-sequence token.
 
-    That of a vision-language model has its :class:`~torchrl_rloo.images.ImageEncoder` as the attribute ``images``.
+    That of a vision-language model has its ``ImageEncoder`` as the attribute ``images``.
 
     Args:
         name: hub id, local directory or GGUF file.

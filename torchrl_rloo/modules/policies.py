@@ -38,7 +38,15 @@ from torchrl_rloo.data.rows import (
 from torchrl_rloo.data.templates import encode_conversation, from_history
 from torchrl_rloo.engines.exactness import check_rows
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
-from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
+from torchrl_rloo.engines.head import (
+    Head,
+    current_head,
+    find_head,
+    padded_arguments,
+    predicting_states,
+    sampled_logits,
+    score_positions,
+)
 from torchrl_rloo.engines.root import adopt, call_root, is_distributed
 from torchrl_rloo.functional.products import fast_layers
 from torchrl_rloo.images.encoder import ImageEncoder, PassImages
@@ -361,8 +369,7 @@ class TransformersWrapper(TurnPolicy):
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
     ) -> tuple[ActionStates, torch.Tensor | None]:
         """Return the states that predict the action tokens, and the router loss or None."""
-        tokens, images = ragged(rows, keys.TOKENS), [self._image_paths(row) for row in rows.unbind(0)]
-        shown = None if self.images is None else PassImages(self.images, tokens, images)
+        tokens, shown = ragged(rows, keys.TOKENS), self._shown_images(rows)
         with self._autocast(), recompute_in_eval(self.model), self._fast_layers():
             blind = shown is not None and not shown.paths and is_distributed(self.model)
             nothing = see_nothing(self.model if head is None else head.decoder, self.images) if blind else None
@@ -377,8 +384,11 @@ class TransformersWrapper(TurnPolicy):
                     "packing='packed' or 'shared_prefix'"
                 )
             kwargs = {"output_router_logits": True} if router_loss else {}
-            kwargs |= {} if shown is None else padded_arguments(self.model, shown)
-            states, out = predicting_states(self.model, head, actions.tokens, actions.action_mask, **kwargs)
+            ids = actions.tokens
+            if shown is not None:
+                ids = shown.real(pad(shown.tokens)).to(ids.device)
+                kwargs |= padded_arguments(self.model, shown)
+            states, out = predicting_states(self.model, head, ids, actions.action_mask, **kwargs)
         states = states if nothing is None else states + nothing
         if not router_loss:
             return ActionStates(states, None), None
@@ -386,6 +396,20 @@ class TransformersWrapper(TurnPolicy):
         return ActionStates(states, None), load_balancing_loss(
             self.model, out.router_logits, lengths, actions.tokens.shape[1]
         )
+
+    def _shown_images(self, rows: TensorDictBase) -> PassImages | None:
+        """Return the images of a pass, or None for a model without any; those after a row's last action are left out.
+
+        A row without actions needs none, since its image may be what is missing.
+        """
+        if self.images is None:
+            for row in rows.unbind(0):
+                self._image_paths(row)  # refuses images
+            return None
+        masks = ragged(rows, keys.ACTION_MASK)
+        stops = [int(mask.nonzero().max()) + 1 if mask.any() else 0 for mask in masks]
+        paths = [self._image_paths(row) if stop else [] for row, stop in zip(rows.unbind(0), stops, strict=True)]
+        return PassImages(self.images, ragged(rows, keys.TOKENS), paths, stops)
 
     def _set_log_probs(self, rows: TensorDictBase, out: TensorDictBase | None) -> TensorDictBase:
         scored = self.score(rows, entropy=False)
@@ -397,9 +421,10 @@ class TransformersWrapper(TurnPolicy):
     def _set_logits(self, rows: TensorDictBase) -> TensorDictBase:
         rows = self._ensure_actions(rows)
         tokens = action_tokens(rows).tokens.to(self.model.device)
-        images = [self._image_paths(row) for row in rows.unbind(0)]
-        shown = None if self.images is None else PassImages(self.images, ragged(rows, keys.TOKENS), images)
-        shown = {} if shown is None else padded_arguments(self.model, shown)
+        images = self._shown_images(rows)
+        if images is not None:
+            tokens = images.real(pad(images.tokens)).to(tokens.device)
+        shown = {} if images is None else padded_arguments(self.model, images)
         logits = call_root(self.model, sampled_logits, self.model, tokens, self.distribution, **shown)
         for row, values in zip(rows.unbind(0), logits, strict=True):
             row.set("logits", values[: len(row[keys.TOKENS])])
@@ -414,21 +439,6 @@ def see_nothing(decoder: nn.Module, images: ImageEncoder) -> torch.Tensor | floa
     # Exactly what a pass uses, since only these parts have gradients to reduce
     used = tree_leaves([output.pooler_output, getattr(output, "deepstack_features", None)])
     return 0.0 * sum(part.sum() for part in used if part is not None)
-
-
-def padded_arguments(model: nn.Module, images: PassImages) -> dict[str, Any]:
-    """Return the arguments of a pass over rows that are padded on the right."""
-    from torchrl_rloo.engines.decoder import image_masks  # imports transformers, which takes 2 s
-
-    ids = pad(images.tokens)
-    shown: dict[str, Any] = images.arguments(ids, model.device)
-    if (whole := images.whole_images(ids)) is not None and shown:
-        whole = whole.to(model.device)
-        shown["attention_mask"] = image_masks(model.config.get_text_config(), whole, torch.ones_like(whole))
-    if images.positions is not None:
-        axes = [pad([positions[axis] for positions in images.positions]) for axis in range(3)]
-        shown["position_ids"] = torch.stack(axes).to(model.device)
-    return shown
 
 
 def _row_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:

@@ -14,7 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.protocol import content_text, final_text, take_columns
+from torchrl_rloo.images.parts import content_text
+from torchrl_rloo.rewards.protocol import final_text, take_columns
 from torchrl_rloo.rewards.remote import JsonEndpoint, JsonSession, RemoteRewardError, gather_all, with_data
 
 _log = logging.getLogger(__name__)

@@ -38,6 +38,8 @@ from numbers import Real
 from time import perf_counter
 from typing import Any
 
+from torchrl_rloo.images.parts import content_text, image_paths
+from torchrl_rloo.images.store import ImageStore
 from torchrl_rloo.runtime.lookup import did_you_mean, is_async
 
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
@@ -260,15 +262,6 @@ def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def content_text(content: Any) -> str:
-    """Return a message's content as text, with a label such as ``[image 64x48 1a2b3c4d]`` for each image."""
-    if not isinstance(content, list | tuple):
-        return "" if content is None else str(content)
-    from torchrl_rloo.images.parts import content_text as text_of_parts  # imports torch, which few workers need
-
-    return text_of_parts(content)
-
-
 def check_column(column: str) -> str:
     """Return the name of a column of golds; raise ``ValueError`` if it is none."""
     if not column or not isinstance(column, str):
@@ -344,10 +337,6 @@ def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, 
 
 def _load_images(batch: RewardBatch) -> dict[str, list[Any]]:
     """Return the images of each trajectory, each file decoded once; copies, so that a function may change them."""
-    # Import here: few rewards look at images, and workers start without PIL
-    from torchrl_rloo.images.parts import image_paths
-    from torchrl_rloo.images.store import ImageStore
-
     load = cache(ImageStore().load)
     messages = [
         [message for part in row if not isinstance(part, str) for message in part]

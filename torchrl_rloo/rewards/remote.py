@@ -15,6 +15,8 @@ from numbers import Real
 from random import SystemRandom
 from typing import Any
 
+from torchrl_rloo.images.parts import place_images
+from torchrl_rloo.images.shown import data_uri
 from torchrl_rloo.rewards.protocol import MalformedScoresError, final_text, take_columns
 from torchrl_rloo.runtime.http import (
     ENCODINGS,
@@ -226,9 +228,6 @@ def with_data(messages: Any) -> Any:
     """Return messages with ``data:`` URIs in place of the paths of their images."""
     if isinstance(messages, str) or not any(isinstance(message.get("content"), list) for message in messages):
         return messages
-    from torchrl_rloo.images.parts import place_images  # imports torch, which few workers need
-    from torchrl_rloo.images.shown import data_uri
-
     try:
         return place_images(messages, None, data_uri, "a message")
     except ValueError as error:  # missing or changed

@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.images.parts import content_text
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor, run_async
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,
     RewardFailure,
     RewardFunction,
-    content_text,
     final_text,
     reward_name,
 )

@@ -24,6 +24,7 @@ from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.images.encoder import encoder_of
 from torchrl_rloo.images.parts import content_text, join_contents
+from torchrl_rloo.modules.vllm_policy import check_image_settings
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
 from torchrl_rloo.runtime.lookup import is_async
@@ -316,6 +317,8 @@ class _EngineSpeaker:
 
     async def __call__(self, messages: Messages, seed: int) -> str:
         paths = image_paths(messages)
+        if self.encoder is not None and paths:
+            check_image_settings(self.engine, self.encoder)
         if self.encoder is None and paths:
             messages = [message | {"content": content_text(message["content"])} for message in messages]
         prompt = encode_prompt(self.tokenizer, messages)

@@ -57,8 +57,11 @@ class Family:
         """Return the arguments of the model's processor class, which ``processor_config.json`` keeps."""
         return {}
 
-    def positions(self, ids: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> torch.Tensor | None:
-        """Return position ids ``[3, T]`` of a row with ids ``[T]``; None for ordinary ones."""
+    def positions(self, places: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> torch.Tensor | None:
+        """Return position ids ``[3, T]`` of a row whose image tokens are at ``places`` ``[T]``; None for ordinary ones.
+
+        Image tokens after those of all ``sizes`` count as text, since the pass does not need them.
+        """
         return None
 
     def span(self, ids: Sequence[int], first: int, stop: int) -> tuple[int, int, tuple[int, ...]]:

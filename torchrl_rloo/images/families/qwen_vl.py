@@ -18,19 +18,18 @@ class QwenVL(Family):
         rows, columns = self._grid(size)
         return rows * columns
 
-    def positions(self, ids: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def positions(self, places: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return time, row and column of each token; text continues after the largest of an image."""
-        grids, parts, start, done = iter(sizes), [], 0, 0
-        places = (ids == self.image_id).nonzero()[:, 0].tolist()
-        while places:
-            rows, columns = self._grid(next(grids))
-            first, places = places[0], places[rows * columns :]
+        parts, start, done = [], 0, 0
+        firsts = places.nonzero()[:, 0].tolist()
+        for rows, columns in map(self._grid, sizes):
+            first, firsts = firsts[0], firsts[rows * columns :]
             text = torch.arange(first - done) + start
             start, done = start + first - done, first + rows * columns
             row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
             parts += [text.expand(3, -1), torch.stack([torch.zeros_like(row), row, column]).flatten(1) + start]
             start += max(rows, columns)
-        parts.append((torch.arange(len(ids) - done) + start).expand(3, -1))
+        parts.append((torch.arange(len(places) - done) + start).expand(3, -1))
         return torch.cat(parts, 1)
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
