@@ -1,13 +1,14 @@
-"""Rows with pictures: exactness in every layout, a step beside TRL, and memory of many rows.
+"""Rows with pictures: exactness in every layout, a step compared with TRL, and memory of many rows.
 
     python benchmarks/bench_images_cost.py --mode exactness
     python benchmarks/bench_images_cost.py --mode trl [--sizes small large] [--pairs 3]
     python benchmarks/bench_images_cost.py --mode memory
 
-- ``exactness`` has the largest difference, in nats, between the log-probs of a sampler and a scorer, for tiny random
-  models of all families and in float32.
+- ``exactness`` has the largest difference between the log-probs of a sampler and a scorer, in nats and float32. The
+  models are tiny random ones of all families.
 - ``trl`` is ``bench_vs_trl.py`` on pictures: each prompt has its own, and all weights are trained on both sides.
-- ``memory`` has 10,000 rows of 1,000 pictures of 64x64 pixels: with digests, and with pixels in each row.
+- ``memory`` has 10,000 rows of 1,000 pictures of 64x64 pixels: without images, with digests, and with the pixels of the
+  built-in model's processor (32x32) in each row.
 
 Each figure of ``trl`` and ``memory`` comes from a separate process.
 """
@@ -33,9 +34,9 @@ LAYOUTS = ("none", "packed", "shared_prefix")
 CASES = ("one image", "two images", "several turns", "two sizes")
 SIZES = {  # pixels and width of a picture's side, patch, layers, width, and patches that make a token
     "small": {"side": 32, "patch": 16, "layers": 2, "width": 64, "scale": 1},
-    "large": {"side": 64, "patch": 8, "layers": 4, "width": 256, "scale": 2},
+    "large": {"side": 224, "patch": 14, "layers": 4, "width": 256, "scale": 4},
 }
-STEPS = {"small": 6, "large": 2}  # measured steps of a process, after one warm-up step
+STEPS = {"small": 6, "large": 1}  # measured steps of a process, after one warm-up step
 ROWS, PICTURES, TOKENS = 10_000, 1_000, 200
 
 

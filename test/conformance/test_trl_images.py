@@ -1,7 +1,7 @@
 """TRL's RLOOTrainer on pictures, side by side: prompts, log-probs, rewards, advantages, loss and gradients are equal.
 
-Our policy samples. TRL gets its completions in place of its own, and computes all else by itself: it renders the
-prompts, prepares the pixels, pads on the left and scores with its own head.
+Our policy samples. TRL gets these completions and computes all else: it renders the prompts, prepares the pixels, pads
+on the left and scores with its fused head.
 """
 
 from __future__ import annotations
