@@ -49,6 +49,7 @@ class Run:
         end: token that ends a completion on both sides, in place of the tokenizer's; None keeps that.
         micro_batch_size: rows of a forward and backward pass; None takes all.
         packing: layout of the rows that our side scores.
+        images: whether the model sees the files in the prompts' ``"images"``; all of its weights are trained.
         trl: further arguments of TRL's ``RLOOConfig``.
     """
 
@@ -69,6 +70,7 @@ class Run:
     end: str | None = None
     micro_batch_size: int | None = None
     packing: str = "none"
+    images: bool = False
     trl: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -199,8 +201,8 @@ def train_ours(run: Run, model, tokenizer, meter: Meter) -> None:
 
 def train_trl(run: Run, model, tokenizer, meter: Meter) -> None:
     """Train with TRL's RLOOTrainer, and its defaults wherever they match the other side."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
+    from datasets import Dataset, Image, List
+    from transformers import AutoProcessor, TrainerCallback
     from trl import RLOOConfig, RLOOTrainer
 
     class Steps(TrainerCallback):
@@ -210,6 +212,9 @@ def train_trl(run: Run, model, tokenizer, meter: Meter) -> None:
         def on_step_end(self, *args, **kwargs):
             meter.step()
 
+    data = Dataset.from_list(read_lines(run.prompts))
+    if run.images:
+        data, tokenizer = data.cast_column("images", List(Image())), AutoProcessor.from_pretrained(run.model)
     with tempfile.TemporaryDirectory() as output:
         size = run.micro_batch_size or run.rows
         settings = dict(
@@ -237,7 +242,7 @@ def train_trl(run: Run, model, tokenizer, meter: Meter) -> None:
             model,
             reward_funcs=meter,
             args=config,
-            train_dataset=Dataset.from_list(read_lines(run.prompts)),
+            train_dataset=data,
             processing_class=tokenizer,
             callbacks=[Steps()],
             optimizers=make_optimizer(model, run),
@@ -278,6 +283,10 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 
 def load(run: Run) -> tuple[torch.nn.Module, Any]:
     """Load the start model, and end its completions with ``run.end``."""
+    if run.images:
+        from torchrl_rloo.modules import load_model
+
+        return load_model(run.model, train_vision=True)
     if run.end is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)  # AutoTokenizer would load a Qwen2Tokenizer
         return AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32), tokenizer

@@ -10,7 +10,6 @@ import types
 
 import pytest
 import torch
-import transformers as T
 from tensordict import NonTensorData, TensorDict
 
 from support import vision_models as tiny
@@ -136,43 +135,10 @@ def test_adapters_are_exact(family: str) -> None:
         assert largest_gap(policy, rows, packing=packing) < 1e-5
 
 
-HF = {
-    "qwen2_vl": "Qwen2VLProcessor",
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "idefics3": "Idefics3Processor",
-    "smolvlm": "SmolVLMProcessor",
-    "llava_next": "LlavaNextProcessor",
-    "gemma3": "Gemma3Processor",
-}
-
-
-def transformers_processor(family: str, tokenizer, monkeypatch):
-    """Return the processor of Transformers, without the video processor that needs torchvision."""
-    tokenizer, cls, options = copy.deepcopy(tokenizer), getattr(T, HF[family]), {}
-    if family.startswith("qwen") or family == "smolvlm":
-        unchecked = {"check_argument_for_proper_class": lambda self, name, argument: type(argument)}
-        cls, options = type(f"ImageOnly{cls.__name__}", (cls,), unchecked), {"video_processor": None}
-    if family in ("idefics3", "smolvlm"):
-        import transformers.models.smolvlm.processing_smolvlm as module
-
-        monkeypatch.setattr(module, "num2words", str)  # an optional package, for videos
-        options["image_seq_len"] = 4
-    if family == "gemma3":
-        names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-        for name, text in names.items():
-            setattr(tokenizer, name, text)
-            setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(text))
-        options["image_seq_length"] = 4
-    if family == "llava_next":
-        options |= {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return cls(image_processor=tokenizer.images.family.processor, tokenizer=tokenizer, **options)
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_ids_and_logits_are_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, store = built(family)
-    processor = transformers_processor(family, tokenizer, monkeypatch)
+    processor = tiny.transformers_processor(family, tokenizer, monkeypatch)
     for seed, size in enumerate(SIZES):
         for more in ([], [(30, 70)]):
             paths = [store.add(tiny.picture(*s, seed)) for s in [size, *more]]

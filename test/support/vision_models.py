@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import types
+
 import numpy as np
 import torch
 import transformers as T
@@ -26,6 +29,15 @@ SHOWN = {
 }
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava_next", "gemma3")
 _KIND = dict(zip(FAMILIES, ("qwen", "qwen", "qwen", "idefics", "idefics", "llava", "gemma"), strict=True))
+PROCESSORS = {
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "idefics3": "Idefics3Processor",
+    "smolvlm": "SmolVLMProcessor",
+    "llava_next": "LlavaNextProcessor",
+    "gemma3": "Gemma3Processor",
+}
 
 
 def tokenizer_of(kind: str) -> T.PreTrainedTokenizerFast:
@@ -141,6 +153,33 @@ def build(family: str, folder, seed: int = 0, head_dim: int = 16):
     store = ImageStore(folder)
     tokenizer.images = ImageEncoder(config, processor, tokenizer, store)
     return model, tokenizer, store
+
+
+def transformers_processor(family: str, tokenizer, monkeypatch):
+    """Return the processor of Transformers, without the video processor that needs torchvision."""
+    tokenizer, cls, options = copy.deepcopy(tokenizer), getattr(T, PROCESSORS[family]), {}
+    if family.startswith("qwen") or family == "smolvlm":
+        unchecked = {"check_argument_for_proper_class": lambda self, name, argument: type(argument)}
+        cls, options = (
+            type(f"ImageOnly{cls.__name__}", (cls,), unchecked),
+            {"video_processor": types.SimpleNamespace(num_frames=1, fps=1)},
+        )
+    tokenizer.padding_side = "left"
+    if family in ("idefics3", "smolvlm"):
+        import transformers.models.smolvlm.processing_smolvlm as module
+
+        monkeypatch.setattr(module, "num2words", str)  # an optional package, for videos
+        options["image_seq_len"] = 4
+    if family == "gemma3":
+        names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+        for name, text in names.items():
+            setattr(tokenizer, name, text)
+            setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(text))
+        options["image_seq_length"] = 4
+    if family == "llava_next":
+        options |= {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    options["chat_template"] = tokenizer.chat_template
+    return cls(image_processor=tokenizer.images.family.processor, tokenizer=tokenizer, **options)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
