@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.root import call_root, fsdp_dtypes
 from torchrl_rloo.functional import SamplingDistribution
 from torchrl_rloo.functional.log_probs import TokenLogProbs, accumulation_dtype, project, token_log_probs
 from torchrl_rloo.functional.sampling import Support, process_logits
-from torchrl_rloo.images.encoder import PassImages
+from torchrl_rloo.images.encoder import ImageEncoder, PassImages
 from torchrl_rloo.weight_update.four_bit import four_bit_layers
 
 NARROW = 2e-2  # share of the largest logit that rounding to 16 bits explains
@@ -230,6 +231,15 @@ def padded_arguments(model: nn.Module, images: PassImages) -> dict[str, Any]:
         axes = [pad([positions[axis] for positions in images.positions]) for axis in range(3)]
         shown["position_ids"] = torch.stack(axes).to(model.device)
     return shown
+
+
+def see_nothing(decoder: nn.Module, images: ImageEncoder) -> torch.Tensor | float:
+    """Return 0 after a pass of the towers of images, which all ranks of a model must run in each pass."""
+    blank = {name: value.to(decoder.device) for name, value in images.blank().items()}
+    output = decoder.get_image_features(**blank, return_dict=True)
+    # Exactly what a pass uses, since only these parts have gradients to reduce
+    used = tree_leaves([output.pooler_output, getattr(output, "deepstack_features", None)])
+    return 0.0 * sum(part.sum() for part in used if part is not None)
 
 
 def score_positions(

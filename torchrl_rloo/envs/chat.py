@@ -6,13 +6,12 @@ of unequal length in tokens mode, and never sets ``done``.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -49,11 +48,12 @@ from torchrl_rloo.data.templates import (
     to_history,
 )
 from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
+from torchrl_rloo.envs.signed import SignedEnv
 from torchrl_rloo.images.encoder import digests, encoder_of
 from torchrl_rloo.images.parts import image_paths
 from torchrl_rloo.images.shown import stored_messages
 from torchrl_rloo.images.store import ImageError
-from torchrl_rloo.runtime.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 _LOGGER = logging.getLogger(__name__)
 STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
@@ -85,37 +85,6 @@ class PromptIds:
         index = int(row[keys.PROMPT_ID])
         unchanged = self.dataset.rows[index][keys.QUERY] == query  # a transform may have rewritten it
         return self._dataset_ids[index] if unchanged else None
-
-
-class SignedEnv:
-    """Mixin of chat environments: it shows their arguments to ``help``, and refuses what TorchRL does with text.
-
-    TorchRL's metaclass hides the signature of ``__init__`` behind ``(*args, **kwargs)``.
-    """
-
-    forwards_to: type | None = None  # class whose keyword arguments replace **kwargs in the signature
-
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        if cls.forwards_to is not None and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
-            own = {"batch_size", *(parameter.name for parameter in parameters)}
-            forwarded = inspect.signature(cls.forwards_to).parameters.values()
-            parameters[-1:] = [p for p in forwarded if p.kind is p.KEYWORD_ONLY and p.name not in own]
-        cls.__signature__ = inspect.Signature(parameters)
-
-    def append_transform(self, transform: Any) -> Any:
-        """Append a transform; refuse those of TorchRL that edit conversations as text."""
-        refuse_text_transform(transform)
-        return super().append_transform(transform)
-
-    @classmethod
-    def from_dataloader(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: an environment draws prompts from a loaded dataset, not from a data loader as TorchRL's does."""
-        raise TypeError(
-            f"{cls.__name__}.from_dataloader is TorchRL's; use DatasetChatEnv(load_prompts(rows), tokenizer, "
-            "prompts_per_batch=..., num_generations=...), which draws and groups prompts"
-        )
 
 
 class ChatEnv(SignedEnv, EnvBase):

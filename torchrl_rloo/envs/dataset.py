@@ -16,7 +16,8 @@ from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.data.segments import drop_samples
 from torchrl_rloo.data.stop_reasons import name_end
 from torchrl_rloo.envs.abstaining import mark_abstaining
-from torchrl_rloo.envs.chat import ChatEnv, SignedEnv
+from torchrl_rloo.envs.chat import ChatEnv
+from torchrl_rloo.envs.signed import SignedEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
@@ -46,10 +45,11 @@ from torchrl_rloo.engines.head import (
     predicting_states,
     sampled_logits,
     score_positions,
+    see_nothing,
 )
 from torchrl_rloo.engines.root import adopt, call_root, is_distributed
 from torchrl_rloo.functional.products import fast_layers
-from torchrl_rloo.images.encoder import ImageEncoder, PassImages
+from torchrl_rloo.images.encoder import PassImages
 from torchrl_rloo.modules.context_parallel import context_group, owned_inputs
 from torchrl_rloo.modules.packing import ActionStates, action_states, check_packing
 from torchrl_rloo.modules.turns import (
@@ -430,15 +430,6 @@ class TransformersWrapper(TurnPolicy):
             row.set("logits", values[: len(row[keys.TOKENS])])
             row.set(keys.ATTENTION_MASK, torch.ones_like(row[keys.TOKENS], dtype=torch.bool))
         return rows
-
-
-def see_nothing(decoder: nn.Module, images: ImageEncoder) -> torch.Tensor | float:
-    """Return 0 after a pass of the towers of images, which all ranks of a model must run in each pass."""
-    blank = {name: value.to(decoder.device) for name, value in images.blank().items()}
-    output = decoder.get_image_features(**blank, return_dict=True)
-    # Exactly what a pass uses, since only these parts have gradients to reduce
-    used = tree_leaves([output.pooler_output, getattr(output, "deepstack_features", None)])
-    return 0.0 * sum(part.sum() for part in used if part is not None)
 
 
 def _row_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:
