@@ -396,7 +396,9 @@ def their_parts_of_a_message(parts: Parts) -> None:
     ours = to_history([chat])[0]
     assert isinstance(ours[1].content, ContentBase)
     assert from_history(ours) == from_history(lazy_stack(theirs)) == chat
-    # A template that reads parts renders both alike, and a policy continues a text part as the text
+    # A template that reads parts renders both alike, and a policy of text continues a text part as the text
+    chat = [chat[0], {"role": "user", "content": [text]}]
+    ours = to_history([chat])[0]
     tokenizer = copy.deepcopy(parts.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content']", "(message['content'] if message['content'] is string else message['content'][0]['text'])"

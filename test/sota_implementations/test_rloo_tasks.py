@@ -27,7 +27,7 @@ from torchrl_rloo.envs.tasks.registry import TASKS
 
 CONFIG = recipe_file("rloo").parent / "config"
 TASK_FILES = sorted(path.stem for path in (CONFIG / "task").glob("*.yaml"))
-PICTURES = ("chartqa", "geometry3k")  # for vision-language models
+PICTURES = ("chartqa", "geometry3k", "shapes")  # for vision-language models
 OF_FORMATS = [name for name in TASK_FILES if hasattr(TASKS.get(name), "dataset") and name not in ("custom", *PICTURES)]
 BAD = {
     "hangs": (0, "timed_out"),  # at answers of this remainder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torchrl_rloo.images.store import SUFFIXES, ImageError, ImageStore, describe
 if TYPE_CHECKING:
     from torchrl_rloo.images.encoder import ImageEncoder
 
-MAX_IMAGES = 8  # of a tool's result
+MAX_IMAGES, MAX_PARTS = 8, 64  # of a tool's result
 _EDGE = 224  # largest width and height of a thumbnail, in pixels
 _MIME = {suffix: f"image/{name.lower()}" for name, suffix in SUFFIXES.items() if name != "MPO"}
 
@@ -67,18 +68,22 @@ def _stored_part(part: Any, store: ImageStore | None) -> dict[str, Any]:
 
 def has_images(value: Any) -> bool:
     """Return whether a tool's result is an image, or a list with one: a PIL image, or a part with a ``data:`` URI."""
-    return any(map(_is_result, value if isinstance(value, list | tuple) else [value]))
+    return any(map(_is_result, _items(value)))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return islice(value, MAX_PARTS) if isinstance(value, list | tuple) else [value]  # a list may be endless
 
 
 def result_content(value: Any, to_text: Callable[[Any, int], str], max_chars: int, store: ImageStore | None) -> Any:
     """Return the content of a message that shows a tool's result with images.
 
     Without a store, for a model that reads text only, images become texts ``[image WxH]``. So do images that cannot be
-    read, with the reason, and all after the first :data:`MAX_IMAGES`.
+    read, with the reason, and all after the first :data:`MAX_IMAGES`. Only the first :data:`MAX_PARTS` items are shown.
     """
     parts: list[dict[str, Any]] = []
     count = 0
-    for item in value if isinstance(value, list | tuple) else [value]:
+    for item in _items(value):
         if _is_result(item):
             count += 1
             parts.append(_result_part(item, store) if count <= MAX_IMAGES else _text_part("[image left out]"))
