@@ -23,7 +23,8 @@ from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts,
 from torchrl_rloo.data.sources import check_query
 from torchrl_rloo.data.templates import from_history, image_paths, to_history
 from torchrl_rloo.envs.tasks.mixture import mix_prompts
-from torchrl_rloo.images import ImageStore, digest_of
+from torchrl_rloo.images import ImageStore
+from torchrl_rloo.images.store import digest_of
 
 COLORS = ("red", "green", "blue")
 

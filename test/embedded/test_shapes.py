@@ -13,8 +13,18 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from torchrl_rloo.data.templates import encode_conversation
-from torchrl_rloo.embedded import resolve_task, shapes_demonstrations, shapes_prompts, warm_start
-from torchrl_rloo.embedded.shapes import COLORS, IMAGE_SIZE, LARGE, P_UNSURE, Problem, Shape, _problems, draw
+from torchrl_rloo.embedded import resolve_task, shapes_prompts, warm_start
+from torchrl_rloo.embedded.shapes import (
+    COLORS,
+    IMAGE_SIZE,
+    LARGE,
+    P_UNSURE,
+    Problem,
+    Shape,
+    _problems,
+    draw,
+    shapes_demonstrations,
+)
 from torchrl_rloo.images.parts import image_paths
 from torchrl_rloo.modules import load_model, save_model
 

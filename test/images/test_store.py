@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from torchrl_rloo.images import ImageError, ImageStore, digest_of
+from torchrl_rloo.images import ImageError, ImageStore
+from torchrl_rloo.images.store import digest_of
 
 RGB = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
 PICTURE = Image.fromarray(RGB)

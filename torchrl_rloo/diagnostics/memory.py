@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchrl_rloo.functional.log_probs import tile_limits
-from torchrl_rloo.images.families import is_family
+from torchrl_rloo.images.families.table import is_family
 from torchrl_rloo.modules.loading import add_adapter, model_class
 from torchrl_rloo.runtime.lookup import did_you_mean, parse_dtype
 from torchrl_rloo.training.optimizer_classes import CHUNK_BYTES

@@ -3,7 +3,7 @@
 from torchrl_rloo.embedded.addition import addition_demonstrations, addition_preferences, addition_prompts
 from torchrl_rloo.embedded.model import build_model
 from torchrl_rloo.embedded.resolve import resolve_model, resolve_task
-from torchrl_rloo.embedded.shapes import shapes_demonstrations, shapes_prompts
+from torchrl_rloo.embedded.shapes import shapes_prompts
 from torchrl_rloo.embedded.tokenizer import build_tokenizer
 from torchrl_rloo.embedded.warm_start import warm_start
 
@@ -15,7 +15,6 @@ __all__ = [
     "build_tokenizer",
     "resolve_model",
     "resolve_task",
-    "shapes_demonstrations",
     "shapes_prompts",
     "warm_start",
 ]

@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from torchrl_rloo.images.families import FAMILIES, is_family
+from torchrl_rloo.images.families.table import FAMILIES, is_family
 
 
 def vision_language_model(model: nn.Module) -> nn.Module | None:

@@ -16,7 +16,7 @@ import torch
 
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.images.encoder import ImageEncoder
-from torchrl_rloo.images.families import is_family
+from torchrl_rloo.images.families.table import is_family
 from torchrl_rloo.images.store import ImageStore
 from torchrl_rloo.images.towers import frozen_towers, language_model_name, vision_towers
 from torchrl_rloo.modules.gguf import local_model
