@@ -22,6 +22,7 @@ from support.runs import check_metric_names, read_jsonl
 from support.waiting import wait_until
 from torchrl_rloo import modules
 from torchrl_rloo.cli.main import recipe_file
+from torchrl_rloo.cli.rescore import replay
 from torchrl_rloo.embedded.resolve import EMBEDDED_TASKS
 from torchrl_rloo.envs.tasks.registry import TASKS
 
@@ -439,3 +440,17 @@ def test_evaluation_without_samples(tiny, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["eval/greedy_after"] >= 0
     assert "eval/sampled" not in read_jsonl(tmp_path / "metrics.jsonl")[-1]
+
+
+def test_stored_rows_with_pictures_are_replayed_from_another_folder(tmp_path):
+    settings = ["task=shapes", "plan.steps=1", "plan.prompts_per_step=4", "plan.num_generations=4", "data.eval_size=4"]
+    run([*settings, f"rollouts.path={tmp_path / 'rows'}"], tmp_path / "out")
+    paths = [str(tmp_path / name) for name in ("rows", "out/model", "page.html")]
+    replay(paths[0], None, paths[1], None, "rloo", "cpu", "float32", paths[2])
+    assert "data:image/jpeg" in (tmp_path / "page.html").read_text()
+
+
+def test_checks_tell_prompts_apart_by_their_pictures():
+    command = [sys.executable, "-m", "torchrl_rloo.cli.main", "check", "rloo", "task=shapes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "checks passed, 0 warnings, 0 errors" in done.stdout, done.stdout + done.stderr

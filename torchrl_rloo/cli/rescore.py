@@ -102,11 +102,11 @@ def replay(
 ) -> None:
     """Score stored rows with a model, print how their log-probs changed, and write the tokens as a page."""
     files = _open(path)
-    from torchrl_rloo.diagnostics.stored_rows import replay_groups
+    from torchrl_rloo.diagnostics.stored_rows import image_folder, replay_groups
     from torchrl_rloo.diagnostics.transcripts import write_transcripts
     from torchrl_rloo.modules import TransformersWrapper, load_model
 
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype)
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype, images=image_folder(files, step))
     policy = TransformersWrapper(
         loaded, tokenizer=tokenizer, generate=False, generate_kwargs=files.notes().get("generate")
     )

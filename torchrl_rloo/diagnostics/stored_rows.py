@@ -19,6 +19,7 @@ from torchrl_rloo.envs.transforms.reward import make_reward_batch
 from torchrl_rloo.functional.advantages import ESTIMATORS
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.functional.statistics import group_ranges, has_signal, nanstd
+from torchrl_rloo.images.parts import image_paths
 from torchrl_rloo.modules.reference import Scorer, record_log_probs
 from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.rollouts import RolloutFiles, RolloutWriter
@@ -409,6 +410,14 @@ class ReplayedRows:
         if limit is not None and len(self.rows) > limit:
             lines.append(f"and {len(self.rows) - limit} more rows")
         return "\n".join(lines)
+
+
+def image_folder(files: RolloutFiles, step: int | None = None) -> Path | None:
+    """Return the folder of the images of stored rows, by the prompts of their first group; None without images."""
+    _, rows = next(iter(files.groups(step=step)), (None, None))
+    prompts = [] if rows is None or keys.QUERY not in rows[0].keys() else [row[keys.QUERY] for row in unbind_rows(rows)]
+    paths = [path for prompt in prompts if not isinstance(prompt, str) for path in image_paths(prompt)]
+    return Path(paths[0]).parent if paths else None
 
 
 def replay_groups(

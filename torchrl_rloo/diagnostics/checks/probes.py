@@ -36,6 +36,7 @@ FORMATS = (  # texts that state an answer
     "<think>Let me see.</think>\\boxed{{{}}}",
     "So the answer is $\\boxed{{{}}}$.",
     "The answer is {}",
+    "<think>Let me see.</think>{}",
     "<think>Let me see.</think><answer>{}</answer>",
     "Step by step.\n#### {}",
 )

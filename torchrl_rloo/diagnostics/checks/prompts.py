@@ -11,7 +11,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.templates import encode, encode_prompt, encode_prompts, render
 from torchrl_rloo.diagnostics.checks.base import Facts, Finding
-from torchrl_rloo.images.parts import content_text
+from torchrl_rloo.images.parts import content_text, image_paths
 
 DUPLICATE_SHARE = 0.1  # copies up to this share of the rows change the weights of prompts little
 ERROR_SHARE = 0.5
@@ -167,7 +167,8 @@ def _choose(queries: list[Any]) -> list[Any]:
 def _compare_ids(facts: Facts, queries: list[Any]) -> Finding | None:
     """Report different prompts that have the same ids."""
     texts = {repr(query) for query in queries}
-    ids = {tuple(each) for each in encode_prompts(facts.tokenizer, queries, **facts.template_kwargs)}
+    images = [() if isinstance(query, str) else tuple(image_paths(query)) for query in queries]
+    ids = set(zip(map(tuple, encode_prompts(facts.tokenizer, queries, **facts.template_kwargs)), images, strict=True))
     if len(ids) == len(texts):
         return None
     sentence = f"{len(texts)} different prompts have only {len(ids)} different encodings, so the policy cannot see them"
