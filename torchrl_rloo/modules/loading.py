@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.images.encoder import ImageEncoder
 from torchrl_rloo.images.families.table import is_family
@@ -224,7 +225,11 @@ def _load_images(
     if not tokenizer.chat_template:  # older folders keep it with the image processor
         kept = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False, **kwargs)
         tokenizer.chat_template = None if kept is None else json.loads(Path(kept).read_text())["chat_template"]
-    processor = AutoImageProcessor.from_pretrained(name, backend="pil", **kwargs)
+    try:
+        processor = AutoImageProcessor.from_pretrained(name, backend="pil", **kwargs)
+    except ImportError:  # transformers 5.17 requires torchvision
+        notify_once(f"{name} reads text only: images require transformers 5.18; run pip install -U transformers")
+        return None
     return ImageEncoder(config, processor, tokenizer, ImageStore(folder))
 
 
