@@ -245,9 +245,9 @@ def load_prompts(
     # Read rows and turn prompts into messages
     located = islice(read_source(source, split, name), limit)
     located = located if row_map is None else _mapped(located, row_map)
-    encoder = encoder_of(tokenizer)
+    if images is None and (encoder := encoder_of(tokenizer)) is not None:
+        images = encoder.store
     store = images if isinstance(images, ImageStore) else ImageStore(images)
-    store = encoder.store if images is None and encoder is not None else store
     add_image = partial(store.add, base=source_folder(source))
     rows, unreadable = _rows(located, prompt_column, column_map or {}, columns, add_image)
     if unreadable:

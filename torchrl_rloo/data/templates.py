@@ -35,7 +35,7 @@ from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
 from torchrl_rloo.images.encoder import encoder_of
-from torchrl_rloo.images.parts import image_paths, join_contents
+from torchrl_rloo.images.parts import content_parts, image_paths, join_contents
 
 
 def make_mark() -> str:
@@ -182,7 +182,7 @@ def render(tokenizer, messages: Messages, **template_kwargs) -> str:
     """Render a conversation to text with the tokenizer's chat template, one placeholder for each image."""
     _require_template(tokenizer)
     if encoder_of(tokenizer) is not None:  # some of their templates accept lists of parts only
-        messages = [message | {"content": _parts(message.get("content"))} for message in messages]
+        messages = [message | {"content": content_parts(message.get("content"))} for message in messages]
     elif image_paths(messages):
         raise ValueError(
             f"the messages have images, but the model of tokenizer {getattr(tokenizer, 'name_or_path', '?')!r} reads "
@@ -203,10 +203,6 @@ def shows_images(tokenizer, role: str) -> bool:
         if text.count(encoder_of(tokenizer).family.placeholder) == 1:
             return True
     return False
-
-
-def _parts(content: Any) -> list[Any]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
 def _show_images(tokenizer, text: str, messages: Iterable[Mapping[str, Any]]) -> str:
@@ -371,7 +367,7 @@ def _encode_generation(
 
     variables = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template, **template_kwargs}
     if encoder_of(tokenizer) is not None:
-        messages = [message | {"content": _parts(message.get("content"))} for message in messages]
+        messages = [message | {"content": content_parts(message.get("content"))} for message in messages]
     texts, spans = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
     text, blocks = texts[0], spans[0]
     if (images := encoder_of(tokenizer)) is not None:

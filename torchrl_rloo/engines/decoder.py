@@ -6,7 +6,7 @@ Importing this module imports transformers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -69,11 +69,7 @@ class Decoder:
             if (whole := images.whole_images(ids)) is not None and shown:
                 mask = image_masks(model.config.get_text_config(), whole.to(model.device), self.mask)
             if images.positions is not None:
-                rows = {tuple(t.tolist()): p for t, p in zip(images.tokens, images.positions, strict=True)}
-                positions = [rows[prompt] for prompt in unique]
-                self.position = torch.stack([p.max() + 1 for p in positions]).to(model.device)
-                padded = [pad([p[axis] for p in positions], side="left") for axis in range(3)]
-                positions = torch.stack(padded).to(model.device)
+                positions = self._image_positions(images, unique)
             ids = images.real(ids)
         self.logits: torch.Tensor | None = None
         self.logits = self._forward(ids.to(model.device), mask, positions, **shown)
@@ -97,6 +93,13 @@ class Decoder:
             indices = torch.tensor(lines, device=model.device)
             self.logits = self.logits[indices]
             self.keep(indices)
+
+    def _image_positions(self, images: PassImages, unique: Iterable[tuple[int, ...]]) -> torch.Tensor:
+        """Return positions ``[3, B, T]`` of the distinct prompts, and set those of their next tokens."""
+        rows = {tuple(t.tolist()): p for t, p in zip(images.tokens, images.positions, strict=True)}
+        positions, device = [rows[prompt] for prompt in unique], self.model.device
+        self.position = torch.stack([p.max() + 1 for p in positions]).to(device)
+        return torch.stack([pad([p[axis] for p in positions], side="left") for axis in range(3)]).to(device)
 
     def _forward(self, ids: torch.Tensor, mask, positions: torch.Tensor, **shown: torch.Tensor) -> torch.Tensor:
         inputs = {

@@ -43,8 +43,13 @@ def join_contents(*contents: Any, between: str = "") -> Any:
     parts: list[dict[str, Any]] = []
     for k, content in enumerate(contents):
         parts += [{"type": "text", "text": between}] if k and between else []
-        parts += content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        parts += content_parts(content)
     return parts
+
+
+def content_parts(content: Any) -> list[Any]:
+    """Return the content of a message as a list of parts; None is an empty text."""
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
 def has_parts(query: Any) -> bool:

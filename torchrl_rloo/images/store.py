@@ -182,7 +182,7 @@ def upright_size(path: str) -> tuple[int, int]:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=_FORMATS) as image:
             width, height = image.size
             turned = image.getexif().get(_ORIENTATION, 1) >= 5
     except Exception as error:
