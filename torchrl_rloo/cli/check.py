@@ -256,5 +256,5 @@ def _plan_memory(cfg: Any, prompt_tokens: int) -> dict[str, int]:
     known = settings.device_bytes
     if settings.device == "cpu":
         known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    peak = plan_memory(read_shape(config, cfg.lora), settings).peak
+    peak = plan_memory(read_shape(config, cfg.lora, train_vision=cfg.model.train_vision), settings).peak
     return {"peak_bytes": peak} | ({} if known is None else {"device_bytes": known})

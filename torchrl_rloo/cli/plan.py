@@ -40,7 +40,7 @@ def print_plan(cfg: Any, *, ranks: int = 1, gpu_memory: float | None = None, pro
 
     # Describe the model and the run
     config = model_config(cfg)
-    model = read_shape(config, cfg.lora)
+    model = read_shape(config, cfg.lora, train_vision=cfg.model.train_vision)
     settings, notes = memory_settings(cfg, config, ranks, gpu_memory, prompt_tokens)
     plan = plan_memory(model, settings)
     print(_heading(cfg, model, settings), *notes, sep="\n")

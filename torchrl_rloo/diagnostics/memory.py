@@ -15,6 +15,7 @@ from torch import nn
 
 from torchrl_rloo.functional.log_probs import tile_limits
 from torchrl_rloo.images.families.table import is_family
+from torchrl_rloo.images.towers import vision_towers
 from torchrl_rloo.modules.loading import add_adapter, model_class
 from torchrl_rloo.runtime.lookup import did_you_mean, parse_dtype
 from torchrl_rloo.training.optimizer_classes import CHUNK_BYTES
@@ -145,10 +146,12 @@ class ModelShape(NamedTuple):
         return round(self.layers * self.layer) + self.outside
 
 
-def read_shape(config: Any, lora: Mapping[str, Any] | None = None) -> ModelShape:
+def read_shape(config: Any, lora: Mapping[str, Any] | None = None, *, train_vision: bool = False) -> ModelShape:
     """Return the shape of a model, by its configuration and the arguments of its adapter; it takes no memory."""
     with torch.device("meta"):
         model = model_class(is_family(config)).from_config(config)
+        for tower in () if train_vision else vision_towers(model):  # as load_model does
+            tower.requires_grad_(False)
         model = model if lora is None else add_adapter(model, lora)
     config, layers = model.config.get_text_config(), model.get_decoder().layers
     trained = [p.numel() for p in model.parameters() if p.requires_grad]

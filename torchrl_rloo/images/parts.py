@@ -65,15 +65,7 @@ def place_images(query: Any, images: Sequence[Any] | None, add: Callable[[Any], 
     Parts without an image take those of the dataset's column in order. Without such parts the column's images come
     before the content of the first user message. What is malformed otherwise is left to the check of the prompt.
 
-    Args:
-        query: Text, which becomes a user message, or messages.
-        images: Images of the dataset's column, or None.
-        add: Function that stores an image and returns its path.
-        where: Location of the row for errors.
-
-    Raises:
-        ValueError: The number of images is not that of the parts without one, or there is no place for them.
-        ImageError: An image cannot be read.
+    ``add`` stores an image and returns its path. ``where`` names the row in a ValueError; ImageError passes through.
     """
     if not isinstance(images, list | tuple | None):
         raise ValueError(f"{where}: column 'images' must be lists of images, got {describe(images)}; name it 'image'")
