@@ -107,7 +107,10 @@ def test_rows_outlive_their_writer_and_a_buffer_its_actor(buffer: RayGroupBuffer
     import ray
 
     ray.get(writers[1].extend.remote(buffer, 31))
-    ray.kill(writers[1])
+    ray.kill(writers[1])  # returns before the process ends, which may still begin the next call
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            ray.get(writers[1].ping.remote())
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(writers[1].extend.remote(buffer, 32))
     buffer.extend(make_groups(33)[:1])

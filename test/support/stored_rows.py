@@ -46,6 +46,9 @@ class Writer:
         """Add whole groups to a buffer."""
         buffer.extend(make_groups(*group_ids))
 
+    def ping(self) -> None:
+        """Return as long as the process lives."""
+
     def advance(self, transform: Any, group_id: int, member: int, size: int) -> bool:
         """Send a member to a transform, and return whether it completed its group."""
         return transform.inv(stack_rows([make_row(group_id, member, size)])) is not None
