@@ -15,7 +15,7 @@ from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.collectors.llm import CollectionProgress
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.scripted import ScriptedTurn
-from torchrl_rloo.envs import ChatEnv
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
 from torchrl_rloo.envs.transforms import DatasetExhaustedError
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.replay import MCAdvantage
@@ -31,6 +31,12 @@ def test_a_batch_has_at_least_the_required_turns(modeled: Callable) -> None:
         assert set(Counter(rows[keys.GROUP_ID].tolist()).values()) == {3}
     rows = modeled(turns=2, dialog_turns_per_batch=13).collect()
     assert len(rows) == 12 and int(rows[keys.NUM_TURNS].sum()) == 24
+
+
+def test_prompts_without_room_for_a_turn_end_a_batch(modeled: Callable, numbered_prompts, bpe) -> None:
+    env = DatasetChatEnv(numbered_prompts, bpe, prompts_per_batch=2, num_generations=3, max_tokens=2)
+    rows = modeled(env=env, dialog_turns_per_batch=6).collect()
+    assert len(rows) == 6 and int(rows[keys.NUM_TURNS].sum()) == 0
 
 
 def test_iteration_stops_after_the_total_of_turns_even_over_a_restart(modeled: Callable) -> None:

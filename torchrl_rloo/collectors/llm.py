@@ -88,7 +88,7 @@ class LLMCollector(BaseCollector):
             (:mod:`torchrl_rloo.collectors.turn_source`).
         groups_per_batch: number of groups to deliver at a time; None delivers as many as one reset draws.
         dialog_turns_per_batch: minimum number of policy turns in a batch, which then has one or more times
-            ``groups_per_batch`` groups; None sets no minimum.
+            ``groups_per_batch`` groups; None sets no minimum. Groups in which no prompt leaves room for a turn end it.
         total_dialog_turns: number of turns after which iteration stops; -1 continues until the dataset's epochs end.
         ahead: number of groups begun in addition to the batch being delivered. It does not bound the staleness.
         max_staleness: largest policy version at delivery minus that of any trained token. A group is admitted only if
@@ -354,9 +354,11 @@ class LLMCollector(BaseCollector):
                 break
             groups += batch.group_ids
             parts += batch.rows
-            turns += _count_turns(batch)
+            turns += (new_turns := _count_turns(batch))
             if self.progress is not None:
                 self.progress(CollectionProgress(len(parts), len(parts), turns))
+            if not new_turns:  # prompts that leave no room for a turn would never fill the batch
+                break
         return Batch(groups, parts, batch.version)
 
     def _rows_of(self, batch: Batch) -> list[TensorDictBase]:
