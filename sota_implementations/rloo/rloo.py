@@ -164,7 +164,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             num_generations=plan.num_generations,
             transforms=make_transforms(),
             rewards=rewards,
-            after_rewards=cfg.reward.make_after(rewards) + scored,
+            after_rewards=cfg.reward.make_after(rewards, per_token=advantage.credit.per_token) + scored,
             sampler=cfg.curriculum.make_sampler(task, train_set, rewards, plan.prompts_per_step),
             seed=cfg.seed,
             **chat,

@@ -28,7 +28,7 @@ from torchrl_rloo.envs import DatasetChatEnv, RowStepper
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.parsers import RegexParser, ToolCall
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, ToolRegistry, tool
+from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, ToolHostError, ToolRegistry, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
 from torchrl_rloo.runtime import event_loop
@@ -356,6 +356,23 @@ def test_calls_that_cannot_be_made_are_told_why(said: str, words: str, count: st
     assert first["content"].startswith("Error: ") and words in first["content"] and second["content"] == "better"
     assert re.fullmatch(r"[a-z]+", first["name"])
     assert made.counts[count] == 1 and int(row[keys.NUM_TOOL_CALLS]) == 2
+
+
+def test_a_tool_whose_host_fails_costs_its_conversation_only(world: Callable) -> None:
+    @tool
+    def remote(text: str) -> str:
+        """Fails for one text.
+
+        Args:
+            text: the text.
+        """
+        if text == "lost":
+            raise ToolHostError("no answer")
+        return text
+
+    played = world([[called("remote", text="lost"), ANSWER], [called("remote", text="ok"), ANSWER]], remote)
+    reasons = [stop_reason(row) for row in played.collect()]
+    assert reasons == ["failed", "answered"] and sum(n for k, n in played.counts.items() if k.endswith("failed")) == 1
 
 
 def test_a_parser_that_raises_costs_its_conversation_only(world: Callable) -> None:

@@ -59,7 +59,17 @@ def test_tensors_tuples_and_other_numbers_are_scores(scores):
 
 @pytest.mark.parametrize(
     "scores",
-    [None, 1.0, "ab", iter([1.0, 2.0]), [[1.0], [2.0]], torch.tensor(1.0), {0: 0.5, 1: 0.7}, {0.5, 0.7}, ["1", "0"]],
+    [
+        None,
+        1.0,
+        "ab",
+        iter([1.0, 2.0]),
+        [[1.0, 1.0], [2.0]],
+        torch.tensor(1.0),
+        {0: 0.5, 1: 0.7},
+        {0.5, 0.7},
+        ["1", "0"],
+    ],
     ids=lambda scores: type(scores).__name__,  # the same in every process
 )
 def test_what_is_no_sequence_of_numbers_is_refused(scores):

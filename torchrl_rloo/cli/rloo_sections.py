@@ -173,13 +173,14 @@ class RewardConfig:
             quarantine=quarantine,
         )
 
-    def make_after(self, rewards: RewardTransform) -> list:
-        """Build what follows the rewards: transforms of scores, then rewards of turns."""
+    def make_after(self, rewards: RewardTransform, *, per_token: bool = False) -> list:
+        """Build what follows the rewards: transforms of scores, then rewards of turns, or of tokens if credited."""
         from hydra.utils import instantiate
 
         from torchrl_rloo.envs.transforms import TurnRewardTransform
 
         turns = [import_object(f, "reward.turns") if isinstance(f, str) else instantiate(f) for f in self.turns]
+        turns = turns or [None] * per_token
         return [instantiate(spec, rewards) for spec in self.shaping] + [TurnRewardTransform(f) for f in turns]
 
 

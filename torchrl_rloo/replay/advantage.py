@@ -48,7 +48,7 @@ _REMEDIES: dict[NestedKey, str] = {
     keys.ROLE_ID: "agent_env(roles=) writes it; this estimator keeps a baseline for each role",
     keys.REWARD: "a RewardTransform writes it",
     keys.REWARDS: "a RewardTransform writes it; credit='normalize_then_sum' reads each function's rewards",
-    keys.TOKEN_REWARDS: "write there what each action token earned, or use credit='trajectory'",
+    keys.TOKEN_REWARDS: "a TurnRewardTransform writes it, also from rewards of tokens; or use credit='trajectory'",
     keys.TOKENS: "keep the tokens in the rows that are written to the buffer",
     keys.ACTION_MASK: "keep the masks in the rows that are written to the buffer",
     keys.LOG_PROBS: "keep the sampler's log-probs in the rows; a KL per token needs them",

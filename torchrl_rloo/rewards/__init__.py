@@ -14,6 +14,7 @@ from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch, boxed_accura
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, final_text
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
 from torchrl_rloo.rewards.remote import RemoteScorer
+from torchrl_rloo.rewards.remote_sandbox import RemoteSandbox
 from torchrl_rloo.rewards.runner import RewardRunner
 from torchrl_rloo.rewards.trl import (
     accuracy_reward,
@@ -45,6 +46,7 @@ __all__ = [
     "ProcessExecutor",
     "ReasoningAccuracy",
     "RegexFormat",
+    "RemoteSandbox",
     "RemoteScorer",
     "RepetitionPenalty",
     "RewardBatch",

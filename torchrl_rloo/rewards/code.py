@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, read_names, resolve_names
 from torchrl_rloo.rewards.formats import find_program
 from torchrl_rloo.rewards.protocol import final_text
-from torchrl_rloo.runtime.lookup import import_room
+from torchrl_rloo.rewards.remote import RemoteRewardError
+from torchrl_rloo.rewards.remote_sandbox import RemoteSandbox, make_sandbox
 
 if TYPE_CHECKING:
     from torchrl_rloo.sandbox import Sandbox, SandboxResult
@@ -111,7 +113,9 @@ class CodeTests:
             functions. None disables it.
         partial: True runs all tests and scores the share that pass; False stops at the first failure. Assertions share
             one time limit, so those after a time-out fail.
-        sandbox: sandbox and limits of the programs, which hold for each process. Default: ``Sandbox()``.
+        sandbox: sandbox and limits of the programs, which hold for each process, as an object or a mapping of
+            arguments. Default: ``Sandbox()``. A URL, or a mapping with ``url``, makes a :class:`RemoteSandbox`. A row
+            that its server fails on is counted as a failure and abstains.
         workers: number of rows that run concurrently. Default: number of CPUs of this process.
         row_timeout: seconds after which no further pair of a row starts. Default: twice ``sandbox.timeout``.
         max_chars: longest program in characters; a longer one scores 0.0 unread.
@@ -135,14 +139,14 @@ class CodeTests:
         setup: str | None = None,
         prelude: str | None = None,
         partial: bool = False,
-        sandbox: Sandbox | None = None,
+        sandbox: Sandbox | RemoteSandbox | str | Mapping[str, Any] | None = None,
         workers: int | None = None,
         row_timeout: float | None = None,
         max_chars: int = 100_000,
     ):
         self.column, self.entry_point, self.setup, self.prelude = column, entry_point, setup, prelude
         self.partial, self.max_chars = partial, max_chars
-        self.sandbox = import_room("sandbox", "CodeTests").Sandbox() if sandbox is None else sandbox
+        self.sandbox = make_sandbox(sandbox)
         self.workers = len(os.sched_getaffinity(0)) if workers is None else workers
         self.row_timeout = 2 * self.sandbox.policy.timeout if row_timeout is None else row_timeout
         for name in ("workers", "row_timeout", "max_chars"):
@@ -208,6 +212,8 @@ class CodeTests:
                 passed, reason, runs = self._run_assertions(program, *tasks)
         except (BrokenTestsError, RecursionError) as error:  # only tests are parsed here
             return Verdict(None, f"broken tests: {error}")
+        except RemoteRewardError as error:
+            return Verdict(math.nan, f"the sandbox failed: {error}")  # the runner counts a NaN as a failure of the row
         seconds, stalled = (sum(r.seconds for r in runs if not s or is_stalled(r)) for s in (False, True))
         if passed == len(tests):
             return Verdict(1.0, "passed", seconds, stalled)

@@ -3,7 +3,9 @@
 A reward is a plain callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, sync or
 async. Each argument is a list with one entry per trajectory. Prompts and completions are texts or lists of chat
 messages, ``completion_ids`` are the sampled ids, and ``columns`` are the other columns of the dataset. ``None``
-abstains. These arguments are also passed by name:
+abstains. A list in place of a number has the rewards of the row's tokens, one for each of ``completion_ids``, plain
+or as lists of one; their sum is the score. A list of another length is an error, and the row abstains. These arguments
+are also passed by name:
 
 ==================  ================================================================================================
 ``trainer_state``   :class:`TrainerState`: the progress of the run
@@ -107,12 +109,16 @@ class RewardBatch:
 
 @dataclass
 class RewardCall:
-    """Result of one call of a reward function: a number or None per trajectory, and what the function logged."""
+    """Result of one call of a reward function: a number or None per trajectory, and what the function logged.
+
+    ``tokens`` has the rewards of tokens of the rows for which the function returned a list.
+    """
 
     scores: list[float | None]
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
     seconds: float = 0.0
+    tokens: dict[int, list[float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -222,7 +228,7 @@ def call_reward(function: RewardFunction, batch: RewardBatch) -> RewardCall:
     call, arguments = _prepare(function, batch)
     start = perf_counter()
     scores = function(**arguments)
-    return _finish(function, call, scores, len(batch), start)
+    return _finish(function, call, scores, batch.completion_ids, start)
 
 
 async def call_reward_async(function: RewardFunction, batch: RewardBatch) -> RewardCall:
@@ -230,7 +236,7 @@ async def call_reward_async(function: RewardFunction, batch: RewardBatch) -> Rew
     call, arguments = _prepare(function, batch)
     start = perf_counter()
     scores = await function(**arguments)
-    return _finish(function, call, scores, len(batch), start)
+    return _finish(function, call, scores, batch.completion_ids, start)
 
 
 def attempt_reward(
@@ -362,17 +368,36 @@ def _accepted(arguments: Mapping[str, inspect.Parameter]) -> frozenset[str] | No
     return None if any_name else frozenset(p.name for p in parameters if p.kind not in unnamed)
 
 
-def _finish(function: RewardFunction, call: RewardCall, scores: Any, n: int, start: float) -> RewardCall:
+def _finish(
+    function: RewardFunction, call: RewardCall, scores: Any, ids: Sequence[Sequence[int]], start: float
+) -> RewardCall:
     call.seconds = perf_counter() - start
     name = reward_name(function)
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     if isinstance(scores, list | tuple):
-        scores = [s.item() if hasattr(s, "item") else s for s in scores]
-    if not isinstance(scores, list) or not all(s is None or isinstance(s, Real) for s in scores):
+        scores = [s.tolist() if hasattr(s, "tolist") else s for s in scores]
+    if not isinstance(scores, list) or not all(s is None or isinstance(s, Real | list | tuple) for s in scores):
         raise MalformedScoresError(f"reward {name} returned {scores!r:.100}; return a list of numbers or None")
-    if len(scores) != n:
+    if len(scores) != len(ids):
         raise MalformedScoresError(
-            f"reward {name} returned {len(scores)} scores for {n} completions; return one score per completion"
+            f"reward {name} returned {len(scores)} scores for {len(ids)} completions; return one score per completion"
         )
-    call.scores = [None if s is None else float(s) for s in scores]
+    for i, score in enumerate(scores):
+        if isinstance(score, list | tuple):
+            call.tokens[i] = _token_rewards(name, score, len(ids[i]))
+            score = sum(call.tokens[i])
+        call.scores.append(None if score is None else float(score))
     return call
+
+
+def _token_rewards(name: str, rewards: Sequence[Any], length: int) -> list[float]:
+    """Return the rewards of a row's tokens, also of a column ``[length, 1]`` as TorchRL has it."""
+    values = [v[0] if isinstance(v, list | tuple) and len(v) == 1 else v for v in rewards]
+    if not all(isinstance(v, Real) for v in values):
+        raise MalformedScoresError(f"reward {name} returned {rewards!r:.100} for a row; return a number per token")
+    if len(values) != length:
+        raise MalformedScoresError(
+            f"reward {name} returned {len(values)} rewards for a row of {length} tokens; return one for each of "
+            "completion_ids, or one number for the row"
+        )
+    return [float(v) for v in values]

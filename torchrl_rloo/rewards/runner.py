@@ -217,6 +217,7 @@ class RewardScores:
     scores: list[list[float | None]]  # F lists of B finite numbers, None where a function abstained or failed
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values, None where a row has none
     metrics: dict[str, float] = field(default_factory=dict)  # means of the `log_metric` values over all calls
+    tokens: list[dict[int, list[float]]] = field(default_factory=list)  # F rewards of tokens, of rows that have them
 
 
 class RewardRunner:
@@ -320,6 +321,7 @@ class RewardRunner:
         for name, outcome in zip(self.names, outcomes, strict=True):
             rows = range(len(batch)) if outcome.batch is batch else place  # row of the outcome for each trajectory
             scores.scores.append([outcome.scores[i] for i in rows])
+            scores.tokens.append({k: outcome.tokens[i] for k, i in enumerate(rows) if i in outcome.tokens})
             for column, values in outcome.extra.items():
                 old = scores.extra.setdefault(column, [None] * len(batch))
                 scores.extra[column] = [old[k] if values[i] is None else values[i] for k, i in enumerate(rows)]
@@ -491,16 +493,19 @@ class _Outcome:
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
     repeated: int = 0
+    tokens: dict[int, list[float]] = field(default_factory=dict)
 
     def put(self, rows: Sequence[int], result: RewardCall | RewardFailure) -> None:
         """Store the result of a call for ``rows``; it replaces an earlier one."""
         if isinstance(result, RewardFailure):
             self.failures |= dict.fromkeys(rows, result)
             return
-        for i, score in zip(rows, result.scores, strict=True):
+        for k, (i, score) in enumerate(zip(rows, result.scores, strict=True)):
             self.failures.pop(i, None)
             if score is None or abs(score) <= MAX_FLOAT32:
                 self.scores[i] = score
+                if k in result.tokens:
+                    self.tokens[i] = result.tokens[k]
             else:
                 message = f"returned {score}; return a finite float32 or None"
                 self.failures[i] = RewardFailure("not_finite", message, seconds=result.seconds)

@@ -33,7 +33,8 @@ class RewardWrapper(ABC):
     attributes ``whole_batch`` and ``concurrency``.
 
     A score that is not finite marks a failure of the wrapped function; :meth:`transform_scores` must not make it
-    finite.
+    finite. Rewards of tokens become their sum, unless the subclass leaves scores as they are and says so with
+    ``keeps_tokens = True``.
 
     Args:
         function: wrapped function, in any form that :func:`~torchrl_rloo.rewards.registry.load_reward` accepts.
@@ -46,6 +47,8 @@ class RewardWrapper(ABC):
         >>> Halved("boxed_accuracy", "half_{}")(["?"] * 2, [r"\\boxed{7}", "7"], [[1], [2]], answer=["7", "7"])
         [0.5, 0.0]
     """
+
+    keeps_tokens = False
 
     def __init__(self, function: RewardFunction | str | Mapping[str, Any], name: str = "{}"):
         self.function = load_reward(function)
@@ -116,7 +119,9 @@ class RewardWrapper(ABC):
             log_extra(column, spread(values))
         for name, value in call.metrics if log_metric else ():
             log_metric(name, value)
-        return self.transform_scores(spread(call.scores), batch)
+        scores = self.transform_scores(spread(call.scores), batch)
+        tokens = {row: call.tokens[k] for k, row in enumerate(rows) if k in call.tokens} if self.keeps_tokens else {}
+        return [tokens.get(row, score) for row, score in enumerate(scores)]
 
 
 class Shuffled(RewardWrapper):
@@ -166,6 +171,8 @@ class ForTask(RewardWrapper):
         >>> math.__name__
         'math_boxed_accuracy'
     """
+
+    keeps_tokens = True
 
     def __init__(self, task: str, function: RewardFunction | str | Mapping[str, Any], *, column: str = "task"):
         if not task or not column:

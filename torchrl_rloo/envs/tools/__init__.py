@@ -4,9 +4,9 @@ from torchrl_rloo.envs.tools.browser import Browser
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.mcp import MCPTools
 from torchrl_rloo.envs.tools.parsers import RegexParser
-from torchrl_rloo.envs.tools.python import PythonInterpreter
+from torchrl_rloo.envs.tools.python import PythonInterpreter, RemotePython
 from torchrl_rloo.envs.tools.search import SearchTool
-from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
+from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, ToolHostError, tool
 from torchrl_rloo.envs.tools.workspace import FileEditTool, ShellTool, Workspace
 
 __all__ = [
@@ -16,11 +16,13 @@ __all__ = [
     "MCPTools",
     "PythonInterpreter",
     "RegexParser",
+    "RemotePython",
     "SearchTool",
     "ShellTool",
     "State",
     "Tool",
     "ToolError",
+    "ToolHostError",
     "Workspace",
     "calculator",
     "tool",

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
+from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolHostError, ToolTimeoutError
+from torchrl_rloo.rewards.remote import RemoteRewardError
+from torchrl_rloo.rewards.remote_sandbox import RemoteSandbox, make_sandbox
 from torchrl_rloo.runtime.lookup import import_room
 
 if TYPE_CHECKING:
     from torchrl_rloo.sandbox import PythonSession, SessionResult
 
+_CODE = {"type": "string", "description": "Python source code."}
+_PARAMETERS = {"type": "object", "properties": {"code": _CODE}, "required": ["code"]}
 _MAX_OUTPUT_BYTES = 1 << 20  # that a call may print before it is stopped
 _MESSAGES = {
     "error": "The code raised an exception:",
@@ -81,14 +85,13 @@ class PythonInterpreter(Tool):
             sessions=max_sessions,
             allow_weaker=allow_weaker,
         )
-        code = {"type": "string", "description": "Python source code."}
         super().__init__(
             "python",
             "Runs Python code and returns what it prints and the value of its last expression. Variables persist "
             "between calls. The standard library is available; network and file access are not."
             + " display(data) shows the bytes of an image file."
             * images,
-            {"type": "object", "properties": {"code": code}, "required": ["code"]},
+            _PARAMETERS,
             timeout=self.sandbox.policy.patience,
         )
         self.returns_images = images
@@ -125,3 +128,43 @@ class PythonInterpreter(Tool):
             "All variables are lost." * result.ended,
         ]
         return "\n".join(part for part in parts if part) or "(no output)"
+
+
+class RemotePython(Tool):
+    """Tool ``python`` that runs each call as a separate program in a remote sandbox; no variables are kept.
+
+    A program that raises or takes too long makes the call fail, as with :class:`PythonInterpreter`. If the server
+    fails, the conversation abstains. The transform's time limit must leave the server time for its attempts: a call
+    that exceeds it is a time-out of the policy.
+
+    Args:
+        sandbox: :class:`~torchrl_rloo.rewards.RemoteSandbox`, its URL, or a mapping of its arguments.
+        max_output: characters at the end of a program's output that are shown.
+
+    Raises:
+        ValueError: if ``max_output`` is below 1, or the sandbox rejects a setting.
+
+    Example:
+        >>> RemotePython("http://127.0.0.1:8080/run_code").name
+        'python'
+    """
+
+    def __init__(self, sandbox: RemoteSandbox | str | Mapping[str, Any], *, max_output: int = 5_000):
+        if max_output < 1:
+            raise ValueError(f"max_output={max_output} must be at least 1 character")
+        self.sandbox, self.max_output = make_sandbox(sandbox), max_output
+        text = "Runs a Python program and returns what it prints. Variables do not persist between calls."
+        super().__init__("python", text, _PARAMETERS, timeout=self.sandbox.endpoint.total_timeout)
+
+    async def call(self, state: None, /, code: str) -> str:
+        """Run a program and return what the policy reads."""
+        try:
+            result = await self.sandbox.run_async(code)
+        except RemoteRewardError as error:
+            raise ToolHostError(str(error)) from error
+        output = result.stdout[-self.max_output :].rstrip("\n")
+        if result.ok:
+            return output or "(no output)"
+        if result.reason == "timed_out":
+            raise ToolTimeoutError(_MESSAGES["timed_out"].format(timeout=self.sandbox.policy.timeout))
+        raise ToolError("\n".join(part for part in (_MESSAGES["error"], result.stderr.strip(), output) if part))

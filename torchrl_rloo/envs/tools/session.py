@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torchrl_rloo.envs.tools.parsers import MalformedCall, ToolCall, ToolResult
-from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolRegistry, fit_arguments
+from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolHostError, ToolRegistry, fit_arguments
 from torchrl_rloo.images.parts import content_text
 from torchrl_rloo.images.shown import has_images, result_content
 from torchrl_rloo.images.store import ImageStore, is_picture
@@ -39,7 +39,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class ToolSession:
     """Session that makes the calls of one trajectory and opens a tool's state at the first call that needs it.
 
-    It may be used on any event loop, and closed on another one. Errors of a call become texts for the policy. A call
+    It may be used on any event loop, and closed on another one. Errors of a call become texts for the policy, except
+    that of a tool's host (:class:`ToolHostError`). A call
     that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so that no later call uses it.
     ``timeout`` limits a call, the opening of a state and its closing; a tool's shorter limit applies. The time in which
     a call waits for a thread or for ``limits``, which sessions share, does not count. Images of results go to
@@ -104,6 +105,8 @@ class ToolSession:
             lost = " and its state is lost" if tool.sequential and tool.state_key not in self._states else ""
             message = f"{tool.name} took longer than {min(limit, remaining):.3g} s{lost}"
             return ToolResult(tool.name, self._error(message), "timed_out")
+        if outcome.host_error is not None:
+            raise outcome.host_error
         if outcome.ok:
             parts = outcome.value if isinstance(outcome.value, list) else None
             return ToolResult(tool.name, content_text(outcome.value), "ok", parts)
@@ -194,6 +197,7 @@ class _Outcome(NamedTuple):
     ok: bool
     value: Any
     timed_out: bool = False
+    host_error: ToolHostError | None = None
 
 
 def _has_state(tool: Tool) -> bool:
@@ -240,7 +244,8 @@ def _failed(method: Callable[..., Any], error: BaseException) -> _Outcome:
     if not isinstance(error, ToolError):
         _LOGGER.debug("%s raised", method, exc_info=error)
         message = f"{type(error).__name__}: {message}"
-    return _Outcome(False, message, isinstance(error, (TimeoutError, asyncio.TimeoutError)))
+    timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))
+    return _Outcome(False, message, timed_out, error if isinstance(error, ToolHostError) else None)
 
 
 def _text(value: Any, max_chars: int) -> str:

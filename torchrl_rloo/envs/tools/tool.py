@@ -232,6 +232,10 @@ class ToolTimeoutError(ToolError, TimeoutError):
     """Error of a tool whose call took too long, with the tool's own message."""
 
 
+class ToolHostError(Exception):
+    """Error of a tool whose host failed: the conversation ends as failed and abstains, since no policy caused it."""
+
+
 class State(dict):
     """Dict that a function keeps for one trajectory; a parameter annotated with it is hidden from the policy."""
 

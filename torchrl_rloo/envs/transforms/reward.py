@@ -49,6 +49,9 @@ class RewardTransform(EnvTransform):
     return and scores are NaN, and no function is called. What functions pass to ``log_extra`` is added to
     ``("next", "log_extra")``, one dictionary per row. A warning is logged if the first trajectories all earn the same.
 
+    A function may return the rewards of a trajectory's tokens (:mod:`torchrl_rloo.rewards.protocol`), of which the sum
+    is the score. A :class:`TurnRewardTransform` after this transform credits the tokens with them.
+
     Args:
         functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), or names and settings for
             :func:`~torchrl_rloo.rewards.load_reward`, called once for all rows that end together. Empty if only the
@@ -240,6 +243,9 @@ class RewardTransform(EnvTransform):
             for i, row in enumerate(next_rows):
                 extra = {column: values[i] for column, values in scored.extra.items()}
                 row.set("log_extra", NonTensorData((row["log_extra"] if "log_extra" in row.keys() else {}) | extra))
+        for weight, tokens in zip(self.weights, scored.tokens, strict=True):
+            for i, rewards in tokens.items():
+                _add_token_rewards(next_rows[i], weight, rewards)
         return torch.tensor([[math.nan if score is None else score for score in column] for column in scored.scores]).T
 
     def _make_batch(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> RewardBatch:
@@ -290,13 +296,23 @@ def make_reward_batch(
 _NAME = keys.TOKEN_REWARDS[1]
 
 
+def _add_token_rewards(row: TensorDictBase, weight: float, rewards: Sequence[float]) -> None:
+    """Add a function's rewards of action tokens to the row's, which a TurnRewardTransform reads."""
+    refuse_segments(row, "a reward of tokens")
+    mask, known = row[keys.ACTION_MASK], row.get("call_rewards", None)
+    earned = torch.zeros(len(mask))
+    earned[mask] = weight * torch.tensor(rewards, dtype=torch.float32)
+    row.set("call_rewards", earned if known is None else known + earned)
+
+
 class TurnRewardTransform(CountingTransform):
     """Transform that keeps the reward of every turn in ``("next", "token_rewards", "full")``, for credit per turn.
 
     The entry is float32 ``[T]``, with a turn's reward at its last action token. All action tokens of a conversation
     that abstains have NaN, and the function is not called for its last turn. That reward is the environment's, plus
     the function's, plus for the last turn the :class:`RewardTransform`'s. An agent's ``call_rewards`` are at the ends
-    of their calls, and the rest of its reward is at the last. ``("next", "reward")`` ``[1, 1]`` of a step is the reward
+    of their calls, and weighted rewards of tokens that reward functions returned are at these tokens. The rest, which
+    includes what a clip or shaping changed, is at the last. ``("next", "reward")`` ``[1, 1]`` of a step is the reward
     of that turn only. Collectors sum it over turns. ``MCAdvantage`` compares the sums by default, and
     the turns with ``credit="turn"``.
 
@@ -350,7 +366,7 @@ class TurnRewardTransform(CountingTransform):
             if abstains:
                 rewards[mask] = torch.nan
             elif mask.any():
-                given = next_row.get("call_rewards", None)  # of an agent
+                given = next_row.get("call_rewards", None)  # of an agent, or of tokens
                 earlier = torch.zeros(len(mask)) if given is None else given
                 rewards += earlier
                 rewards[mask.nonzero()[-1]] += next_row["reward"].reshape(()) - earlier.sum()
