@@ -26,7 +26,7 @@ from torchrl.data import (
     ReplayBuffer,
     SamplerWithoutReplacement,
 )
-from torchrl.data.llm import History
+from torchrl.data.llm import History, add_chat_template
 from torchrl.data.llm.topk import TopKRewardSelector
 from torchrl.envs import RewardScaling, StepCounter, TransformedEnv
 from torchrl.envs import llm as their_envs
@@ -45,8 +45,16 @@ from torchrl_rloo.data.templates import from_history, to_history
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
-from torchrl_rloo.envs.transforms import AddThinkingPrompt, DataLoadingPrimer, FeedbackTransform, KLRewardTransform
+from torchrl_rloo.envs.transforms import (
+    AddThinkingPrompt,
+    BrowserTransform,
+    DataLoadingPrimer,
+    FeedbackTransform,
+    KLRewardTransform,
+)
+from torchrl_rloo.functional import Clip
 from torchrl_rloo.modules import RewardModel, TransformersWrapper, frozen_copy, vLLMWrapper
+from torchrl_rloo.modules.loading import read_chat_template
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.ray import RayLLMCollector
 from torchrl_rloo.replay import MCAdvantage, RowStorage
@@ -144,6 +152,26 @@ def their_loss_on_our_rows(parts: Parts, name: str) -> None:
     assert loss.loss_objective.requires_grad and float(loss.ESS) == pytest.approx(1, abs=1e-4)
 
 
+@works("GRPOLoss(masking_strategy=)")
+def their_mask_of_several_turns(parts: Parts) -> None:
+    """Give the loss of ours, whose mask a row has; ``"generic"`` trains on the prompt and the feedback as well."""
+    again = FeedbackTransform(lambda conversation, row: [{"role": "user", "content": "again"}], max_turns=2)
+    rows = LLMCollector(parts.env("tokens", transforms=[again]), parts.policy("tokens")).collect()
+    rows = tensor_rows(MCAdvantage(2).inv(rows))
+    for row in rows.unbind(0):
+        row[keys.LOG_PROBS] = row[keys.LOG_PROBS] - 0.1 * row[keys.ACTION_MASK] * torch.arange(len(row[keys.TOKENS]))
+    settings = {"clip_epsilon": 0.2, "aggregation": "token_mean", "entropy_bonus": False}
+    theirs = {
+        strategy: float(
+            their_objectives.GRPOLoss(parts.scorer(), masking_strategy=strategy, **settings)(rows).loss_objective
+        )
+        for strategy in ("sft", "rlhf", "generic")
+    }
+    ours = float(RLOOLoss(parts.scorer(), ratio="token", surrogate=Clip(0.2), aggregation="token_mean")(rows).loss)
+    assert theirs["sft"] == theirs["rlhf"] == pytest.approx(ours, rel=1e-5)
+    assert abs(theirs["generic"] - ours) > 1e-2
+
+
 @works("MCAdvantage")
 def their_advantages_of_our_groups(parts: Parts) -> None:
     rows, out = parts.rows(), buffer(their_objectives.MCAdvantage(grpo_size=2, prompt_key=keys.GROUP_ID))
@@ -232,7 +260,69 @@ def their_kl_reward(parts: Parts) -> None:
     LLMCollector(parts.env("tokens", after_rewards=[transform]), parts.policy("tokens")).collect()
 
 
-@refused("PythonInterpreter and the other tool transforms", TypeError, r"PythonInterpreter edits .*use ToolTransform")
+@works("as_padded_tensor", "as_nested_tensor")
+def their_batches(parts: Parts, name: str) -> None:
+    rows = [TensorDict({"ids": row[keys.TOKENS][k:]}) for k, row in enumerate(parts.rows().unbind(0))]
+    batch = getattr(their_transforms, name)(rows)["ids"]
+    assert all(torch.equal(ids[-len(row["ids"]) :], row["ids"]) for ids, row in zip(batch.unbind(0), rows, strict=True))
+
+
+@works("Tokenizer")
+def their_tokenizer_in_a_buffer(parts: Parts) -> None:
+    rows = parts.rows()
+    for row in rows.unbind(0):
+        row["note"] = "What is 2+3?"
+    rows = their_transforms.Tokenizer(in_keys=["note"], out_keys=["ids"], tokenizer=parts.tokenizer)(rows)
+    assert rows[0]["ids"].tolist() == encode_prompt(parts.tokenizer, "What is 2+3?")
+
+
+@refused("TemplateTransform", TypeError, "set template_kwargs of DatasetChatEnv")
+def their_template(parts: Parts) -> None:
+    parts.env().append_transform(their_transforms.TemplateTransform(parts.tokenizer))
+
+
+@refused("LLMEnv", KeyError, "prompt")
+def their_environment_of_texts(parts: Parts) -> None:
+    with warnings.catch_warnings(action="ignore"):  # TorchRL deprecated it
+        env = their_envs.LLMEnv(batch_size=(1,), has_attention=False)
+    env.step(parts.policy("text")(env.reset(TensorDict({env.str_key: ["What is 2+3?"]}, [1]))))
+
+
+@refused("LLMHashingEnv", KeyError, "prompt")
+def their_environment_of_single_tokens(parts: Parts) -> None:
+    env = their_envs.LLMHashingEnv(vocab_size=len(parts.tokenizer), tokenizer=parts.tokenizer)
+    parts.policy("text")(env.reset(TensorDict({"observation": torch.tensor([5, 6])}, [])).unsqueeze(0))
+
+
+@works("add_chat_template")
+def their_named_templates(parts: Parts) -> None:
+    add_chat_template(
+        "exchange", "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = copy.deepcopy(parts.tokenizer)
+    tokenizer.chat_template = read_chat_template("exchange")
+    history = to_history([[{"role": "user", "content": "1+1?"}]])
+    theirs = history.apply_chat_template(tokenizer=tokenizer, chat_template_name="exchange", tokenize=False)
+    assert theirs == ["1+1?"] and encode_prompt(tokenizer, from_history(history[0])) == encode_prompt(tokenizer, "1+1?")
+
+
+@works("History.from_text")
+def their_parser_of_our_text(parts: Parts) -> None:
+    for row in parts.rows().unbind(0):
+        history = History.from_text(parts.tokenizer.decode(row[keys.TOKENS]), chat_template_name="chatml_format")
+        assert from_history(history)[0] == row[keys.QUERY][0] and history.role[1] == "assistant"
+
+
+@works("History")
+def their_conversations(parts: Parts) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert from_history(to_history([chat])[0]) == from_history(History.from_chats([chat])[0]) == chat
+    answer = {"role": "tool", "name": "add", "content": "3"}
+    assert from_history(to_history([[*chat, answer]])[0]) == [*chat, {"role": "tool", "content": "3"}]
+
+
+@refused("PythonInterpreter and the other tool transforms", TypeError, r"PythonInterpreter edits .*append PythonInterp")
 def their_tools(parts: Parts) -> None:
     parts.env(transforms=[their_transforms.PythonInterpreter(tokenizer=parts.tokenizer)])
 
@@ -288,7 +378,11 @@ def our_updater_in_their_collector(parts: Parts) -> None:
 def their_policy_version(parts: Parts) -> None:
     env = parts.env()
     env.append_transform(their_transforms.PolicyVersion())
-    assert LLMCollector(env, parts.policy()).collect()[keys.POLICY_VERSION].tolist() == [0] * 4
+    updater = InProcessWeightUpdater(parts.model, parts.model)
+    collector = LLMCollector(env, parts.policy(), weight_updater=updater, sync_every=1)
+    assert [collector.collect()[keys.POLICY_VERSION].tolist() for _ in range(3)] == [[k] * 4 for k in range(3)]
+    with pytest.raises(TypeError, match="version_type='uuid' must be int"):
+        env.append_transform(their_transforms.PolicyVersion("uuid"))
 
 
 @works("StepCounter")
@@ -497,7 +591,7 @@ def test_the_page_has_these_rows_and_no_others() -> None:
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 OURS = (TransformersWrapper, vLLMWrapper, ChatEnv, DatasetChatEnv, DataLoadingPrimer, KLRewardTransform)
-OURS += (AddThinkingPrompt, LLMCollector, RayLLMCollector, MCAdvantage, RLOOLoss)
+OURS += (AddThinkingPrompt, BrowserTransform, LLMCollector, RayLLMCollector, MCAdvantage, RLOOLoss)
 CALLS = {cls.__name__: cls for cls in OURS}
 CALLS["LLMCollector.update_policy_weights_"] = partial(LLMCollector.update_policy_weights_, None)
 THEIRS = {cls.__name__: cls for cls in (their_modules.TransformersWrapper, their_modules.vLLMWrapper, TheirCollector)}
@@ -552,6 +646,8 @@ def test_other_ways_of_torchrl_are_answered(parts: Parts) -> None:
         MCAdvantage(4, "query")
     with pytest.raises(ValueError, match="prompt=<function .* must be a text"):
         AddThinkingPrompt(lambda td: True)
+    with pytest.raises(TypeError, match=r"allowed_domains=\['pytorch.org'\] .set allowed_hosts"):
+        BrowserTransform(allowed_domains=["pytorch.org"])
     for transform in (their_transforms.PythonInterpreter(), their_transforms.TemplateTransform(parts.tokenizer)):
         for env in (parts.env(), ChatEnv(parts.tokenizer)):
             with pytest.raises(TypeError, match="edits conversations as text, but here they are ids"):
@@ -572,8 +668,14 @@ def test_a_collector_knows_the_names_of_torchrl(parts: Parts) -> None:
     collector.update_policy_weights_()
     assert collector.policy_version_tracker.version == 1
     assert collector.collect()[keys.POLICY_VERSION].tolist() == [1] * 4
-    with pytest.raises(TypeError, match="policy_or_weights={} .*weight_updater sends the weights"):
-        collector.update_policy_weights_({})
+    for weights in (parts.model, parts.scorer(), parts.model.state_dict(), TensorDict.from_module(parts.model)):
+        collector.update_policy_weights_(weights)
+    collector.update_policy_weights_(state_dict=parts.model.state_dict())
+    assert collector.policy_version == 6
+    for weights in (frozen_copy(parts.model), frozen_copy(parts.model).state_dict(), {}):
+        with pytest.raises(ValueError, match="weights must be those of the training model"):
+            collector.update_policy_weights_(weights)
+    assert collector.policy_version == 6
     with pytest.raises(NotImplementedError, match="set ahead= or max_staleness="):
         collector.start()
     collector.shutdown()

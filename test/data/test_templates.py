@@ -234,6 +234,14 @@ def test_history_and_back(content: str) -> None:
     assert [from_history(h) for h in to_history(unequal).unbind(0)] == unequal
 
 
+def test_tool_calls_of_a_history() -> None:
+    function = {"name": "add", "arguments": {"terms": [1, {"of": 2}]}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    conversation = [*chat("abc"), call, {"role": "tool", "content": "3"}, *chat("ab", "b")]
+    history = to_history([conversation, [*chat("b"), call]])
+    assert [from_history(h) for h in history.unbind(0)] == [conversation, [*chat("b"), call]]
+
+
 def test_a_decoded_answer_has_no_special_tokens(make_tokenizer: Callable) -> None:
     tokenizer = make_tokenizer("chatml", pad_is_eos=True)
     ids = ids_of(tokenizer, "cab ab")

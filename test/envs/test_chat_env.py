@@ -225,8 +225,25 @@ def test_what_cannot_be_a_prompt_is_refused(bpe, query_rows: Callable, user: Cal
         env.reset()
     with pytest.raises(ValueError, match="query"):
         env.reset(query_rows([{"role": "user"}]))
-    with pytest.raises(ValueError, match="history"):
-        ChatEnv(bpe, batch_size=1, input_mode="history").reset(query_rows("plain text"))
+
+
+@pytest.mark.parametrize("input_mode", MODES)
+def test_a_text_is_the_users_message_in_a_chat(input_mode: str, bpe, query_rows: Callable, user: Callable) -> None:
+    """Prompt as with the written-out messages, also in a dataset's environment and after another reset."""
+    system = [{"role": "system", "content": "Be brief."}]
+    for prompt, query in {"Be brief.": "abc", None: user("abc"), "Be long.": system + user("abc")}.items():
+        dataset = load_prompts([{"query": query}], chat=not isinstance(query, str))
+        env = ChatEnv(bpe, batch_size=1, input_mode=input_mode, system_prompt=prompt)
+        pair = DatasetChatEnv(
+            dataset, bpe, prompts_per_batch=1, num_generations=2, input_mode=input_mode, system_prompt=prompt
+        )
+        expected = user("abc") if prompt is None else system + user("abc")
+        for row in (*env.reset(env.reset(query_rows(query))).unbind(0), *pair.reset().unbind(0)):
+            assert row[keys.PROMPT_TOKENS].tolist() == encode_prompt(bpe, expected)
+            assert row[keys.QUERY] == expected
+    plain = ChatEnv(bpe, batch_size=1, input_mode=input_mode).reset(query_rows("abc"))[0]
+    expected = user("abc") if input_mode == "history" else "abc"
+    assert plain[keys.PROMPT_TOKENS].tolist() == encode_prompt(bpe, expected)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
 import pytest
+from torchrl.data.llm import History, add_chat_template
 
+from torchrl_rloo.data.templates import answer_turn, encode_conversation, encode_prompt
 from torchrl_rloo.modules import save_model
 from torchrl_rloo.modules.loading import add_adapter, count_trained, load_model, read_chat_template
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+ROLES = ("system", "user", "assistant", "user", "assistant")
+TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}|{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, model, tokenizer) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["text", "file", "directory"])
+@pytest.mark.parametrize("kind", ["text", "file", "directory", "name"])
 def test_a_chat_template_is_used_and_saved(kind: str, saved: Path, tokenizer, tmp_path: Path) -> None:
     source: str | Path = TEMPLATE
     if kind == "file":
@@ -31,6 +35,9 @@ def test_a_chat_template_is_used_and_saved(kind: str, saved: Path, tokenizer, tm
         source, own = tmp_path / "tokenizer", load_model(saved)[1]
         own.chat_template = TEMPLATE
         own.save_pretrained(source)
+    elif kind == "name":
+        source = "of-this-test"
+        add_chat_template(source, TEMPLATE)
     _, loaded = load_model(saved, chat_template=source)
     assert loaded.chat_template == TEMPLATE
     loaded.save_pretrained(tmp_path / "saved")
@@ -38,9 +45,30 @@ def test_a_chat_template_is_used_and_saved(kind: str, saved: Path, tokenizer, tm
     assert load_model(saved)[1].chat_template == tokenizer.chat_template
 
 
+@pytest.mark.parametrize("name", ["chatml", "llama3", "zephyr", "chatml_format", "qwen", "llama", "deepseek", "falcon"])
+def test_a_named_template_serves_several_turns(name: str, tokenizer) -> None:
+    """Answer a turn as the whole conversation renders it, and mask the assistant's messages."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = read_chat_template(name)
+    texts = ("Be brief.", "1+2?", "3", "2+2?", "4")
+    chat = [{"role": role, "content": text} for role, text in zip(ROLES, texts, strict=True)]
+    ids, mask = encode_conversation(tokenizer, chat)
+    masked = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert re.findall(r"\d", masked) == ["3", "4"]
+    before = encode_prompt(tokenizer, chat[:2]) + encode_prompt(tokenizer, "3")
+    answered = before + answer_turn(tokenizer, chat[:3], chat[3:4], last_token=before[-1]).ids
+    shown, rendered = tokenizer.decode(answered), tokenizer.decode(encode_prompt(tokenizer, chat[:4]))
+    assert shown.split() == rendered.replace("Assistant: 3", "Assistant:3").split()  # white space is the policy's
+    if name in ("chatml_format", "qwen", "llama"):
+        history = History.from_text(tokenizer.decode(ids), chat_template_name=name)
+        assert list(zip(history.role, history.content, strict=True)) == list(zip(ROLES, texts, strict=True))
+
+
 def test_a_template_that_is_none_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=re.escape("chat_template='mine.jinja' is neither a file")):
         load_model(saved, chat_template="mine.jinja")
+    with pytest.raises(FileNotFoundError, match="nor one of .*'chatml', .*'qwen'"):
+        load_model(saved, chat_template="qwn")
     bare = load_model(saved)[1]
     bare.chat_template = None
     bare.save_pretrained(tmp_path)

@@ -385,6 +385,7 @@ class _Conversation:
         self.presence = Presence(runner.activity)
         self.presence.enter("environment")  # until its reset
         self.cut = self.seeded = False
+        self._is_played = runner.stepper.player is not None
         self._seed, self._attempt, self._replacements = runner.seed, lease.attempt, 0
 
     def draw(self) -> TensorDictBase:
@@ -412,7 +413,8 @@ class _Conversation:
 
     def finish(self) -> TensorDictBase:
         """Return the finished row."""
-        recorded = entry_of(self.row, keys.POLICY_VERSION)
+        # An agent records versions; TorchRL's PolicyVersion transform does not know of updates
+        recorded = entry_of(self.row, keys.POLICY_VERSION) if self._is_played else None
         version = self.version if recorded is None else int(recorded)
         row = finish_row(self.row, self.reward + entry_of(self.row, keys.REWARD), version)
         return row.del_(keys.SEED) if self.seeded else row

@@ -295,17 +295,19 @@ class LLMCollector(BaseCollector):
         self.weights.initialize()
 
     @with_torchrl_arguments
-    def update_policy_weights_(self) -> None:
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, state_dict: Any = None) -> None:
         """Send the training model's weights to the policy under a new version.
 
         A policy in this process is updated between two batches. After a failed update, sampling continues with the old
-        weights, until ``max_failed_pushes`` updates in a row have failed.
+        weights, until ``max_failed_pushes`` updates in a row have failed. The arguments are TorchRL's, and may only be
+        the model that ``weight_updater`` sends or its ``state_dict()``.
 
         Raises:
+            ValueError: for other weights.
             RuntimeError: if the collector has no ``weight_updater``.
             WeightSyncError: if too many updates in a row have failed.
         """
-        self.weights.update()
+        self.weights.update(state_dict if policy_or_weights is None else policy_or_weights)
         self._call_on_loop(self.scheduler.admit_ahead)
 
     def update_weights(self) -> None:

@@ -6,6 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
+
+from tensordict import is_tensor_collection
+from torch import nn
 
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.weight_update import WeightSyncError, WeightUpdater
@@ -64,15 +69,21 @@ class PolicyWeights:
                     "others; call collector.update_policy_weights_() after training, or set sync_every"
                 )
 
-    def update(self) -> None:
-        """Send the current weights under a new version.
+    def update(self, weights: Any = None) -> None:
+        """Send the current weights under a new version; ``weights`` may only be those of the training model.
 
         Raises:
             RuntimeError: if there is no updater.
+            ValueError: if ``weights`` are others.
             WeightSyncError: if too many updates in a row have failed.
         """
         if self.updater is None:
             raise RuntimeError("weight_updater=None; pass LLMCollector(weight_updater=...) to update weights")
+        if weights is not None and not _belong_to(weights, self.updater.training_model):
+            raise ValueError(
+                "weights must be those of the training model that weight_updater sends: the model or its "
+                "state_dict(); load others into that model before"
+            )
         try:
             with self.exclusive():
                 self.updater.push_weights()
@@ -92,3 +103,13 @@ class PolicyWeights:
         self.version, self._initialized = version, False
         if self.updater is not None:
             self.updater.resume_from(spent_version)
+
+
+def _belong_to(weights: Any, model: nn.Module | None) -> bool:
+    """Return whether all tensors of a module, state dict or TensorDict share memory with those of a model."""
+    if model is None:
+        return False
+    own = {t.untyped_storage().data_ptr() for t in chain(model.parameters(), model.buffers())}
+    weights = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    tensors = list(weights.values(True, True) if is_tensor_collection(weights) else weights.values())
+    return bool(tensors) and all(t.untyped_storage().data_ptr() in own for t in tensors)

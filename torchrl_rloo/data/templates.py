@@ -174,7 +174,7 @@ def _require_template(tokenizer) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"tokenizer {getattr(tokenizer, 'name_or_path', '?')!r} has no chat_template, which messages require; "
-            "pass plain-text prompts, or set tokenizer.chat_template"
+            "pass plain-text prompts, or set tokenizer.chat_template, or model.chat_template=chatml of a recipe"
         )
 
 
@@ -403,8 +403,19 @@ def to_history(conversations: Sequence[Messages]) -> History:
 
 
 def from_history(history: History) -> Messages:
-    """Convert the ``History`` of one conversation (shape ``[n_messages]``) to chat messages."""
-    return [{"role": m.role, "content": _from_content(m.content)} for m in history.unbind(0) if m.role != "<none>"]
+    """Convert the ``History`` of one conversation (shape ``[n_messages]``) to chat messages with their tool calls."""
+    chat = []
+    for m in (m for m in history.unbind(0) if m.role != "<none>"):
+        calls = {"tool_calls": _plain(m.tool_calls)} if m.tool_calls else {}
+        chat.append({"role": m.role, "content": _from_content(m.content), **calls})
+    return chat
+
+
+def _plain(value: Any) -> Any:
+    """Return the lists and dicts of a value as plain ones, in place of those that tensordict makes."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list) else value
 
 
 def _to_content(content: Any) -> Any:

@@ -65,10 +65,25 @@ _CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW
 class PromptIds:
     """Encoder of one reset's prompts: it encodes each query once, and reuses the ids that the dataset holds."""
 
-    def __init__(self, tokenizer, dataset: PromptDataset | None, template_kwargs: Mapping[str, Any]):
-        self.tokenizer, self.dataset, self.template_kwargs = tokenizer, dataset, template_kwargs
+    def __init__(self, env: ChatEnv):
+        self.tokenizer, self.dataset, self.template_kwargs = env.tokenizer, env.dataset, env.template_kwargs
+        system = env.system_prompt
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._is_chat = bool(self._system) or env.input_mode == "history"
+        self._chats: dict[int, tuple] = {}
         self._seen: dict[tuple[int, int], tuple] = {}
-        self._dataset_ids = None if dataset is None else dataset.encoded(tokenizer, **template_kwargs)
+        self._dataset_ids = None
+        if self.dataset is not None:
+            self._dataset_ids = self.dataset.encoded(self.tokenizer, **self.template_kwargs)
+
+    def to_chat(self, query: Messages | str) -> Messages | str:
+        """Return a query with the system prompt; a text becomes the user's message if conversations are chats."""
+        if id(query) not in self._chats:
+            chat = [{"role": "user", "content": query}] if self._is_chat and isinstance(query, str) else query
+            if self._system and is_conversation(chat) and not any(m["role"] == "system" for m in chat):
+                chat = [*self._system, *chat]
+            self._chats[id(query)] = query, chat  # keep both alive, as below
+        return self._chats[id(query)][1]
 
     def encode(self, row: TensorDictBase, query: Messages | str, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Return the ids ``[P]`` of a row's query; ``arguments`` are those of the chat template."""
@@ -111,6 +126,8 @@ class ChatEnv(SignedEnv, EnvBase):
         input_mode: what the policy reads in addition to the ids: ``"tokens"`` nothing, ``"text"``
             ``("text", "prompt")``, ``"history"`` ``("history", "prompt")``. If the policy returns ids, the environment
             uses them in every mode.
+        system_prompt: system message of queries that have none; None adds none. With it, and if ``input_mode`` is
+            ``"history"``, a query that is a text is the user's message; else the policy continues the text.
         max_tokens: maximum length ``T`` of a trajectory, prompt included; None disables it. The row's
             ``"max_new_tokens"`` tells the policy what is left for its turn. Feedback that leaves no room ends the row.
             A prompt that leaves none is an error of ``reset``, but only ends its row in :meth:`open_rows`.
@@ -159,6 +176,7 @@ class ChatEnv(SignedEnv, EnvBase):
         *,
         batch_size: int | Sequence[int] = 1,
         input_mode: Literal["tokens", "text", "history"] = "tokens",
+        system_prompt: str | None = None,
         max_tokens: int | None = None,
         max_turn_tokens: int | None = None,
         max_turns: int | None = None,
@@ -182,8 +200,9 @@ class ChatEnv(SignedEnv, EnvBase):
         if len(batch_size) != 1 or batch_size[0] < 1:
             raise ValueError(f"batch_size={batch_size} must be one positive number of rows")
         super().__init__(batch_size=torch.Size(batch_size), device=None)
-        self.tokenizer, self.input_mode, self.max_tokens = tokenizer, input_mode, max_tokens
-        self.max_turn_tokens, self.max_turns, self.max_seconds = max_turn_tokens, max_turns, max_seconds
+        self.tokenizer, self.input_mode, self.system_prompt = tokenizer, input_mode, system_prompt
+        self.max_tokens, self.max_turn_tokens = max_tokens, max_turn_tokens
+        self.max_turns, self.max_seconds = max_turns, max_seconds
         self.context_length: int | None = None
         self.end_ids: tuple[int, ...] = ()
         self.on_time_limit, self.on_rewrite = on_time_limit, on_rewrite
@@ -236,13 +255,14 @@ class ChatEnv(SignedEnv, EnvBase):
                 continue
             rows.append(self.open_row(row, encoded))
             if is_done(rows[-1]):
-                prompt = encoded.encode(row, non_tensor_value(row, keys.QUERY), self._template_arguments(row))
+                query = encoded.to_chat(non_tensor_value(row, keys.QUERY))
+                prompt = encoded.encode(row, query, self._template_arguments(row))
                 raise self._long_prompt_error(len(prompt))
         return stack_rows(rows)
 
     def prompt_ids(self) -> PromptIds:
         """Return an encoder for the prompts of one reset."""
-        return PromptIds(self.tokenizer, self.dataset, self.template_kwargs)
+        return PromptIds(self)
 
     def open_rows(self, rows: TensorDictBase) -> TensorDictBase:
         """Open the conversations of any number of rows; see :meth:`open_row`.
@@ -265,7 +285,9 @@ class ChatEnv(SignedEnv, EnvBase):
         """
         opened_before = keys.NUM_TURNS in row.keys()
         row = drop_entries(row, CONVERSATION_KEYS)
-        query = non_tensor_value(row, keys.QUERY)
+        own_query = non_tensor_value(row, keys.QUERY)
+        if (query := encoded.to_chat(own_query)) is not own_query:
+            row.set(keys.QUERY, make_non_tensor(query))
         prompt, reason = self._encode_first(row, query, encoded)
         end_row(row, reason)
         # A row opened before holds this environment's limit and the id of the conversation before, not its own
@@ -321,13 +343,8 @@ class ChatEnv(SignedEnv, EnvBase):
         if self.input_mode == "text":
             row.set("text", Text(prompt=self.tokenizer.decode(tokens)))
         elif self.input_mode == "history":
-            query, completion = row[keys.QUERY], row[keys.COMPLETION]
-            if not is_conversation(query):
-                raise ValueError(
-                    f"input_mode='history' requires queries that are chat messages, got {query!r:.100}; pass "
-                    "[{'role': 'user', 'content': ...}], or set input_mode='text'"
-                )
-            row.set("history", ChatHistory(prompt=to_history([join_conversation(query, completion)])[0]))
+            conversation = join_conversation(row[keys.QUERY], row[keys.COMPLETION])
+            row.set("history", ChatHistory(prompt=to_history([conversation])[0]))
         if (room := self._turn_room(row, len(tokens))) is not None:
             row.set(keys.MAX_NEW_TOKENS, torch.tensor(room))
         return row

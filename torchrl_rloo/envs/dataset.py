@@ -21,6 +21,7 @@ from torchrl_rloo.envs.signed import SignedEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform
+from torchrl_rloo.envs.transforms.tools import as_transform
 from torchrl_rloo.rewards.protocol import check_columns
 from torchrl_rloo.rewards.registry import RewardSpec
 from torchrl_rloo.runtime.lookup import did_you_mean
@@ -56,8 +57,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
     have the entries of :class:`ChatEnv`, the dataset's columns, and what each transform writes.
 
     TorchRL's arguments map as follows: ``dataset`` is a loaded :class:`PromptDataset` instead of a hub name,
-    ``repeats`` is ``num_generations``, ``num_envs`` is ``prompts_per_batch``, ``system_prompt`` is an argument of
-    ``load_prompts``.
+    ``repeats`` is ``num_generations``, ``num_envs`` is ``prompts_per_batch``.
 
     Args:
         dataset: the prompts.
@@ -66,12 +66,13 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         num_generations: rows per draw; the batch size is ``prompts_per_batch * num_generations``.
         rewards: reward functions, their names or settings (:func:`~torchrl_rloo.rewards.load_reward`), or a
             :class:`RewardTransform`. None leaves them to other transforms, or to what follows the collector.
-        transforms: transforms between the primer and the rewards, in order, such as tools, feedback and limits.
+        transforms: transforms between the primer and the rewards, in order, such as feedback and limits, and tools.
         after_rewards: transforms after the rewards, in order: score shaping, then a :class:`KLRewardTransform`.
         shuffle, seed, epochs, sampler: see :class:`DataLoadingPrimer`.
         make_primer: function that makes the primer from the dataset and the arguments above, such as a partial
             :class:`~torchrl_rloo.ray.RayDataLoadingPrimer`.
-        **chat: further arguments of :class:`ChatEnv`, such as ``input_mode``, limits and ``template_kwargs``.
+        **chat: further arguments of :class:`ChatEnv`, such as ``input_mode``, ``system_prompt``, limits and
+            ``template_kwargs``.
 
     Attributes:
         primer: the :class:`DataLoadingPrimer`.
@@ -122,6 +123,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
                 raise TypeError(f"{type(self).__name__} got an unknown argument {name!r}{hint}")
         if not isinstance(dataset, PromptDataset):
             raise TypeError(f"dataset is a {type(dataset).__name__}; pass load_prompts(...), which checks its rows")
+        transforms = [as_transform(transform) for transform in transforms]
         _check_transforms(transforms, after_rewards)
         for name, value in (("prompts_per_batch", prompts_per_batch), ("num_generations", num_generations)):
             if value < 1:

@@ -26,9 +26,11 @@ class SignedEnv:
         cls.__signature__ = inspect.Signature(parameters)
 
     def append_transform(self, transform: Any) -> Any:
-        """Append a transform; refuse those of TorchRL that edit conversations as text."""
+        """Append a transform, or a tool; refuse transforms of TorchRL that edit conversations as text."""
+        from torchrl_rloo.envs.transforms.tools import as_transform  # which imports environments
+
         refuse_text_transform(transform)
-        return super().append_transform(transform)
+        return super().append_transform(as_transform(transform))
 
     @classmethod
     def from_dataloader(cls, *args: Any, **kwargs: Any) -> NoReturn:

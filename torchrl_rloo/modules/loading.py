@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.data.notices import notify_once
+from torchrl_rloo.data.preferences import MARKUPS
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.images.encoder import ImageEncoder
 from torchrl_rloo.images.families.table import is_family
@@ -57,7 +58,8 @@ def load_model(
             more time. :class:`~torchrl_rloo.modules.TransformersWrapper`, ``ValueHead`` and ``RewardModel`` also
             recompute in evaluation mode.
         chat_template: template that replaces the tokenizer's, also when it is saved: a ``.jinja`` file, the directory
-            of a tokenizer, or the template itself. None keeps the tokenizer's.
+            of a tokenizer, the template itself, or a name: ``"chatml"``, ``"llama3"``, ``"zephyr"``, or one that
+            TorchRL has, such as ``"qwen"`` or that of an ``add_chat_template``. None keeps the tokenizer's.
         quantization: ``"nf4"`` keeps the weights of linear layers in 4 bits, which only an adapter can train (QLoRA).
             Embeddings, norms and output head keep ``dtype``. None keeps all weights in ``dtype``.
         quantization_kwargs: arguments of ``transformers.BitsAndBytesConfig``: ``bnb_4bit_use_double_quant``, which
@@ -234,7 +236,7 @@ def _load_images(
 
 
 def read_chat_template(source: str | os.PathLike) -> str:
-    """Return a chat template from a file, a tokenizer or text."""
+    """Return a chat template from a file, a tokenizer, text or the name of one."""
     # Recognize the text of a template by its tags
     if "{{" in str(source) or "{%" in str(source):
         return str(source)
@@ -243,9 +245,14 @@ def read_chat_template(source: str | os.PathLike) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     if not path.is_dir():
+        from torchrl.data.llm.history import _CHAT_TEMPLATES  # extended by add_chat_template; it has no public reader
+
+        named = {name: markup.template for name, markup in MARKUPS.items()} | _CHAT_TEMPLATES
+        if str(source) in named:
+            return named[str(source)]
         raise FileNotFoundError(
             f"chat_template={str(source)!r} is neither a file (no {str(path.absolute())!r}), nor a directory of a "
-            "tokenizer, nor a template with {{ }}; correct the path"
+            f"tokenizer, nor a template with {{{{ }}}}, nor one of {sorted(named)}; correct the path"
         )
     from transformers import AutoTokenizer
 

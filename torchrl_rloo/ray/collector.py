@@ -221,8 +221,8 @@ class RayLLMCollector(LLMCollector):
 
     # Workers and weights
 
-    def update_policy_weights_(self) -> None:
-        super().update_policy_weights_()
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, state_dict: Any = None) -> None:
+        super().update_policy_weights_(policy_or_weights, state_dict=state_dict)
         self._call_on_loop(self.runner.wake)
 
     def add_worker(self) -> int:

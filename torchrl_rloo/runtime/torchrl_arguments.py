@@ -25,7 +25,6 @@ _FIXED_KEY = "leave it out: torchrl_rloo.data.keys fixes the names of entries"
 _OWN_TEMPLATE = "set tokenizer.chat_template, or model.chat_template of a recipe"
 _ON_CPU = "leave it out: rows lie on the CPU, and the policy moves them to its model"
 _ROLES = "leave it out: messages name their roles"
-_SYSTEM_PROMPT = "pass it to load_prompts, or put a system message into the query"
 _LOADED = "pass load_prompts(rows or hub id), which draws and groups prompts"
 _SELECTION = "use TopKSelector, as ReplayBuffer(transform=Compose(MCAdvantage(), TopKSelector(...)))"
 
@@ -62,7 +61,6 @@ TORCHRL_ARGUMENTS: dict[str, dict[str, Theirs]] = {
         "device": Theirs("set the device of the engine", (None,)),
     },
     "ChatEnv": {
-        "system_prompt": Theirs(_SYSTEM_PROMPT, (None,)),
         "system_role": Theirs(_ROLES, ("system",)),
         "user_role": Theirs(_ROLES, ("user",)),
         "policy_role": Theirs(_ROLES, ("assistant", None)),
@@ -81,7 +79,6 @@ TORCHRL_ARGUMENTS: dict[str, dict[str, Theirs]] = {
         "primers": Theirs(_LOADED, (None,)),
         "ray_backend": Theirs("pass make_primer=RayDataLoadingPrimer", (False,)),
         "dataloader_actor_name": Theirs("pass make_primer=partial(RayDataLoadingPrimer, actor_name=...)", (None,)),
-        "system_prompt": Theirs(_SYSTEM_PROMPT, (None,)),
         "data_key": Theirs("set prompt_column of load_prompts", (None, "query")),
         "device": Theirs(_ON_CPU, (None,)),
     },
@@ -119,6 +116,12 @@ TORCHRL_ARGUMENTS: dict[str, dict[str, Theirs]] = {
         "undo_done": Theirs("leave it out: asking continues the conversation", (True,)),
         "egocentric": Theirs("leave it out: a user message asks", (None, False)),
     },
+    "BrowserTransform": {
+        "allowed_domains": Theirs("set allowed_hosts"),
+        "headless": Theirs("leave it out: the browser has no window", (True,)),
+        "tokenizer": Theirs("leave it out: conversations are ids", (None,)),
+        "tool_name": Theirs("set result_role", ("tool",)),
+    },
     "LLMCollector": {
         "policy_factory": Theirs("pass policy; RayLLMCollector takes a factory", (None,)),
         "yield_only_last_steps": Theirs("leave it out: a row is a whole conversation", (None, True)),
@@ -140,8 +143,8 @@ TORCHRL_ARGUMENTS: dict[str, dict[str, Theirs]] = {
         "num_gpus": Theirs("set worker_options={'num_gpus': ...}", (None,)),
     },
     "LLMCollector.update_policy_weights_": dict.fromkeys(
-        ("policy_or_weights", "weights", "policy", "state_dict", "weights_dict", "worker_ids", "model_id"),
-        Theirs("call it without arguments: weight_updater sends the weights of the model that it was given", (None,)),
+        ("weights", "policy", "weights_dict", "worker_ids", "model_id"),
+        Theirs("leave it out: weight_updater sends the weights of the model that it was given", (None,)),
     ),
     "MCAdvantage": {
         "prompt_key": Theirs("leave it out: 'group_id' tells groups apart", ("group_id",)),
@@ -178,8 +181,8 @@ TEXT_TRANSFORMS = {
     "BrowserTransform": "use BrowserTransform of torchrl_rloo.envs.transforms",
     "ExecuteToolsInOrder": _TOOLS_REMEDY,
     "IncrementalTokenizer": "leave it out",
-    "MCPToolTransform": _TOOLS_REMEDY,
-    "PythonInterpreter": _TOOLS_REMEDY,
+    "MCPToolTransform": "use ToolTransform(MCPTools(...)) of torchrl_rloo.envs",
+    "PythonInterpreter": "append PythonInterpreter() of torchrl_rloo.envs.tools",
     "SimpleToolTransform": _TOOLS_REMEDY,
     "TemplateTransform": "set template_kwargs of DatasetChatEnv",
     "Tokenizer": "leave it out",
@@ -213,7 +216,9 @@ def with_torchrl_arguments(function: Callable) -> Callable:
 
 
 def refuse_text_transform(transform: Any) -> None:
-    """Raise a ``TypeError`` that names ours for a transform of TorchRL that edits conversations as text."""
+    """Raise a ``TypeError`` that names ours for a transform of TorchRL that edits text or writes other versions."""
     name = type(transform).__name__
+    if name == "PolicyVersion" and transform.version_type not in (int, "int"):
+        raise TypeError(f"version_type={transform.version_type!r} must be int: rows have an integer policy_version")
     if name in TEXT_TRANSFORMS and type(transform).__module__.startswith("torchrl."):
         raise TypeError(f"TorchRL's {name} edits conversations as text, but here they are ids; {TEXT_TRANSFORMS[name]}")

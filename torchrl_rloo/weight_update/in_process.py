@@ -36,6 +36,7 @@ class InProcessWeightUpdater(WeightUpdater):
 
     def __init__(self, source: nn.Module, target: nn.Module | None):
         self.source, self.target = source, target
+        self.training_model = source
         if target is None:
             if is_sender():
                 raise ValueError("target=None requires a rank other than 0; pass the model of the sampler")
@@ -101,6 +102,7 @@ class SequentialWeightUpdater(WeightUpdater):
         if not updaters:
             raise ValueError("updaters=() must have at least one updater")
         self.updaters = updaters
+        self.training_model = updaters[0].training_model
         self.version = max(updater.version for updater in updaters)
 
     @property

@@ -48,6 +48,7 @@ class WeightUpdater(ABC):
     """
 
     version: int = 0
+    training_model: nn.Module | None = None  # whose weights are sent
     _current_version: int = 0
 
     @property
@@ -156,7 +157,7 @@ class Publisher(WeightUpdater):
             raise ValueError(f"timeout={timeout} must be above 0 seconds")
         self.in_flight, self.timeout = in_flight, timeout
         self.sends, self.ranks = sends, sharing_ranks(model)
-        self._trained = model
+        self.training_model = model
         self._initial_counts = _change_counts(model)
         self._lock = threading.RLock()  # orders pushes and fills
         self._leads = False  # True during a joint call of rank 0
@@ -225,7 +226,7 @@ class Publisher(WeightUpdater):
         """
         if self._filled:
             return
-        counts = _change_counts(self._trained)
+        counts = _change_counts(self.training_model)
         if self._attempted is not None and self._attempted != counts:
             self.push_weights()
             return
@@ -271,7 +272,7 @@ class Publisher(WeightUpdater):
             super().resume_from(version)
             self._drop_snapshot()
             self._filled, self._attempted = False, None
-            self._initial_counts = _change_counts(self._trained)
+            self._initial_counts = _change_counts(self.training_model)
 
     def close(self) -> None:
         """Release the snapshot and the connections. The engines stay open, and a push connects again."""
@@ -376,14 +377,14 @@ class Publisher(WeightUpdater):
 
     def _initial_snapshot(self) -> Snapshot:
         """Take the snapshot of weights that were never pushed, if training has not changed them."""
-        if self._filled or self.ranks.size > 1 or _change_counts(self._trained) != self._initial_counts:
+        if self._filled or self.ranks.size > 1 or _change_counts(self.training_model) != self._initial_counts:
             raise WeightSyncError(
                 f"there is no snapshot of version {self.version}; call initialize() before training, or push again"
             )
         snapshot = self._new_snapshot(self.version, keep=True)
         try:
             self._gather(snapshot, self._deliver(snapshot, (), on_failed=None))
-            if _change_counts(self._trained) != self._initial_counts:
+            if _change_counts(self.training_model) != self._initial_counts:
                 raise WeightSyncError(
                     "training changed the model during its first fill; call initialize() before training"
                 )
@@ -415,7 +416,7 @@ class Publisher(WeightUpdater):
 
     def _peer(self, engine: WeightTarget) -> Peer:
         if id(engine) not in self._peers:
-            check_engine_frequencies(self._trained, engine.context_length)
+            check_engine_frequencies(self.training_model, engine.context_length)
             self._peers[id(engine)] = Peer(engine, next(self._numbers))
         return self._peers[id(engine)]
 

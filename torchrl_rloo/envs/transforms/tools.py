@@ -26,6 +26,7 @@ from torchrl_rloo.envs.tools.parsers import (
     resolve_parser,
     without_thinking,
 )
+from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Tool, ToolRegistry
 from torchrl_rloo.envs.turn_transform import TurnTransform
@@ -33,6 +34,7 @@ from torchrl_rloo.images.encoder import encoder_of
 from torchrl_rloo.images.parts import join_contents
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
+from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -301,6 +303,17 @@ class ToolTransform(TurnTransform):
         return observation_spec
 
 
+def as_transform(item: Any) -> Any:
+    """Return the :class:`ToolTransform` of a tool, and anything else unchanged.
+
+    Blocks of Python are the calls of a :class:`PythonInterpreter`, as of TorchRL's transform of that name, and its
+    results are a user's messages.
+    """
+    if isinstance(item, PythonInterpreter):
+        return ToolTransform([item], "python", result_role="user", show_schemas=False)
+    return ToolTransform([item]) if isinstance(item, Tool) else item
+
+
 class BrowserTransform(ToolTransform):
     """:class:`ToolTransform` with a :class:`~torchrl_rloo.envs.tools.Browser`, whose process ends with the environment.
 
@@ -323,6 +336,7 @@ class BrowserTransform(ToolTransform):
         )
     """
 
+    @with_torchrl_arguments
     def __init__(
         self,
         allowed_hosts: Sequence[str],
