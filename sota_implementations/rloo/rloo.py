@@ -260,7 +260,7 @@ def log_rollouts(
     speed = metrics["completions/mean_length"] * len(sampled) / run.seconds("collect")
     run.log(metrics, timings={"tokens_per_second": speed})
     if cfg.log.samples and run.is_due(cfg.log.samples_every) and source.ranks.is_main:
-        shown = source.with_text(sampled[: cfg.log.samples])
+        shown = source.with_text(cfg.log.choose(sampled))
         run.log_table("training completions", evaluation.completion_table(shown))
 
 

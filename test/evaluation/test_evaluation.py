@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.rewards.executors import ThreadExecutor
 from torchrl_rloo.rewards.matching import final_answer
 
-ENDS = ("low", "high", "length", "clipped_ratio")
+ENDS = ("low", "high", "length", "clipped_ratio", "min_length", "max_length")
+ENDS += tuple(f"{which}_terminated_length" for which in ("mean", "min", "max"))
 
 
 def make(scorers, size=7, rows=None, **kwargs):
@@ -70,6 +72,25 @@ def test_abstentions_count_as_wrong():
     metrics, table = evaluate()
     assert abs(metrics["eval/greedy"] - 6 / 7) < 1e-6 and metrics["eval/failed"] == 0
     assert table[0]["reward"] != table[0]["reward"]  # NaN: it has no return
+
+
+def test_metrics_of_several_samples_are_those_of_training():
+    """As ``completions/*``, ``reward_std`` and ``frac_reward_zero_std``, by plain loops."""
+
+    def rare(completion_ids, **columns):
+        return [float(ids[0] % 3 == 0) for ids in completion_ids]
+
+    _, evaluate = make(rare, num_samples=3, size=9)
+    result = evaluate.run()
+    metrics, samples = result.metrics, [s for s in result.samples if s.sample is not None]
+    lengths, ended = [s.tokens for s in samples], [s.tokens for s in samples if not s.truncated] or [0]
+    expected = {"min_length": min(lengths), "max_length": max(lengths), "mean_terminated_length": fmean(ended)}
+    expected |= {"min_terminated_length": min(ended), "max_terminated_length": max(ended)}
+    groups = [{s.scores["rare"] for s in samples if s.prompt_id == prompt} for prompt in range(9)]
+    expected |= {"reward_std": stdev(s.scores["rare"] for s in samples)}
+    expected |= {"frac_reward_zero_std": fmean(len(scores) == 1 for scores in groups)}
+    assert {name: metrics[f"eval/sampled_{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert 0 < expected["frac_reward_zero_std"] < 1 and metrics["eval/sampled_length"] == fmean(lengths)
 
 
 def test_touches_no_random_stream_and_repeats_itself():

@@ -19,8 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchrl.record.loggers import MLFlowLogger, WandbLogger
 
 from torchrl_rloo.run import Checkpointer, RunLogger
+from torchrl_rloo.run.loggers import log_rows
 from torchrl_rloo.run.logging import Digest
 from torchrl_rloo.run.progress import duration
 
@@ -259,6 +261,56 @@ def test_durations() -> None:
     assert [duration(s) for s in (0.4, 59.6, 151, 3599.7, 11220)] == ["0s", "1m00s", "2m31s", "1h00m", "3h07m"]
 
 
+_ROWS = [{"prompt": "?", "reward": 0.5, "messages": [{"role": "user"}]}, {"prompt": "!", "reward": None}]
+_CELLS = [[3, "?", 0.5, '[{"role": "user"}]'], [3, "!", None, None]]
+
+
+class _Service:
+    """Stand-in of the packages wandb and mlflow, and of their runs; it records what is logged."""
+
+    def __init__(self) -> None:
+        self.tables: list[tuple] = []
+        self.info = types.SimpleNamespace(run_id="7")
+
+    def log(self, values: dict, **_: object) -> None:
+        self.tables += [(name, *table) for name, table in values.items()]
+
+    def log_table(self, data: dict, file: str, run_id: str) -> None:
+        assert run_id == "7"
+        self.tables.append((file, list(data), [list(row) for row in zip(*data.values(), strict=True)]))
+
+    @staticmethod
+    def Table(columns: list[str], data: list[list], **_: object) -> tuple:
+        return columns, data
+
+
+@pytest.mark.parametrize(("name", "kind"), [("wandb", WandbLogger), ("mlflow", MLFlowLogger)])
+def test_a_service_gets_rows_as_a_table(monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> None:
+    logger, service = object.__new__(kind), _Service()
+    monkeypatch.setattr(kind, "experiment", service, raising=False)
+    monkeypatch.setitem(sys.modules, name, service)
+    log_rows(logger, "held-out completions", _ROWS, 3)
+    table = "held-out completions" if name == "wandb" else "held-out_completions.json"
+    assert service.tables == [(table, ["step", "prompt", "reward", "messages"], _CELLS)]
+
+
+def test_a_name_is_that_of_the_run_in_all_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    module = types.ModuleType("trackio")
+    module.__spec__ = ModuleSpec("trackio", None)
+    module.init = lambda **kwargs: (
+        started.append(kwargs["name"]) or types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    )
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    monkeypatch.setattr("torchrl.record.loggers.trackio._has_trackio", True)
+    with RunLogger(tmp_path, loggers=["tensorboard", "trackio"], progress=False, run_name="lr=1e-5") as logger:
+        logger.log(1, {"reward": 0.5})
+    assert started == ["lr=1e-5"] and list((tmp_path / "tensorboard" / "lr=1e-5").glob("events*"))
+    for name in ("", "../outside", "a/b", "x" * 101):
+        with pytest.raises(ValueError, match="run_name="):
+            RunLogger(tmp_path, loggers=[], run_name=name)
+
+
 def test_trackio_gets_a_call_a_step_and_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple] = []
 
@@ -282,4 +334,5 @@ def test_trackio_gets_a_call_a_step_and_ends_with_the_run(tmp_path: Path, monkey
         logger.log_table(1, "samples", [{"prompt": "?"}])
     (_, started), logged, (_, table, _), finished = calls
     assert started == {"name": "mine", "project": "torchrl_rloo", "resume": "allow"} and finished == ("finish",)
-    assert logged == ("log", {"reward": 0.5, "time/step": 2.0}, 1) and "samples" in table
+    assert logged == ("log", {"reward": 0.5, "time/step": 2.0}, 1)
+    assert table == {"samples": {"data": [{"step": 1, "prompt": "?"}]}}

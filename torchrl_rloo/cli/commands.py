@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchrl_rloo.cli import export
 from torchrl_rloo.cli import rescore as stored
 
 COMMANDS = {
@@ -12,6 +13,7 @@ COMMANDS = {
     "check": "check prompts, template, rewards and settings of a run before it starts",
     "evaluate": "evaluate a checkpoint on held-out prompts",
     "watch": "print a line for each step of a run",
+    "export": "merge the adapter of a finished run, and upload the model with its card to the hub",
     "serve": "start a vLLM server that accepts weight updates",
     "rescore": "apply other rewards to stored rows, and print what would have changed",
     "replay": "score stored rows again with a model, token by token",
@@ -45,6 +47,7 @@ EXAMPLES = {
   torchrl-rloo check rloo task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]""",
     "rescore": stored.RESCORE_EXAMPLES,
     "replay": stored.REPLAY_EXAMPLES,
+    "export": export.EXAMPLES,
     "watch": """
   torchrl-rloo watch outputs/rloo/addition/seed0    print the path of the report and a line a step""",
     "serve": """

@@ -29,6 +29,7 @@ from torchrl_rloo.cli.fields import (
 from torchrl_rloo.runtime.lookup import check_path
 
 if TYPE_CHECKING:
+    from tensordict import TensorDictBase
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -345,6 +346,7 @@ class LoggerConfig:
     samples: Whole = 8  # rows per table of samples; 0: no tables
     loggers: list[Logger] = field(default_factory=lambda: ["tensorboard"])  # tensorboard, wandb, mlflow, trackio
     logger_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments by logger: {wandb: {project: rloo}}
+    run_name: str | None = None  # name of the run in all loggers; null: that of output_dir
 
 
 @dataclass
@@ -352,7 +354,15 @@ class LogConfig(LoggerConfig):
     """Metrics, tables and transcripts of a run."""
 
     samples_every: Whole = 20  # steps between tables of training completions; 0: none
+    unique_prompts: bool = False  # one completion of each prompt in these tables; false: whole groups
     transcripts: bool = False  # write a page of each evaluation's conversations to output_dir/transcripts
+
+    def choose(self, rows: TensorDictBase) -> TensorDictBase:
+        """Return the rows that a table of training completions shows."""
+        if not self.unique_prompts:
+            return rows[: self.samples]
+        first = {prompt: i for i, prompt in reversed(list(enumerate(rows["prompt_id"].tolist())))}
+        return rows[sorted(first.values())[: self.samples]]
 
 
 @dataclass
@@ -407,6 +417,7 @@ class RunConfig:
             "stop_after": self.stop_after,
             "loggers": self.log.loggers,
             "logger_kwargs": self.log.logger_kwargs,
+            "run_name": self.log.run_name,
         }
 
     def check_resumable(self) -> None:

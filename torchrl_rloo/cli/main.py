@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from torchrl_rloo.cli import rescore as stored
 from torchrl_rloo.cli.commands import COMMANDS, EXAMPLES
+from torchrl_rloo.cli.export import add_export_options, export
 from torchrl_rloo.cli.watch import add_watch_options, watch
 from torchrl_rloo.runtime.lookup import did_you_mean
 
@@ -240,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     stored.add_rescore_arguments(made["rescore"])
     stored.add_replay_arguments(made["replay"])
     add_watch_options(made["watch"])
+    add_export_options(made["export"])
     # Options of the sampling server
     server = made["serve"]
     server.add_argument("model", help="local directory or hub id")
@@ -286,6 +288,7 @@ def _in_one_line(command: Callable[..., None]) -> Callable[..., None]:
 STORED = {
     "rescore": _in_one_line(stored.rescore),
     "replay": _in_one_line(stored.replay),
+    "export": _in_one_line(export),
 }
 
 

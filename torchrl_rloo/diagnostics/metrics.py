@@ -199,20 +199,28 @@ DEFINITIONS = {
     "eval/sampled": "mean score of completions of the held-out prompts, sampled as in training",
     "eval/<greedy|sampled>_<low|high>": "bounds of the 95 % confidence interval over the held-out prompts",
     "eval/<greedy|sampled>_length": "mean action tokens of these held-out completions",
+    "eval/<greedy|sampled>_<min|max>_length": "action tokens of these held-out completions",
+    "eval/<greedy|sampled>_<mean|min|max>_terminated_length": "action tokens of those that were not truncated; 0 if "
+    "there is none",
     "eval/<greedy|sampled>_clipped_ratio": "share of these held-out completions that a limit truncated",
     "eval/sampled_entropy": "mean of minus the policy's log-prob over the tokens of the held-out samples, in nats",
     "eval/sampled_kl": "mean of policy minus reference log-prob (k1) over these tokens, in nats; only in a run of one "
     "process with a KL",
     "eval/sampled_<distinct|distinct_answers>": "share of the other samples of a prompt whose texts (extracted "
     "answers) differ from each other, mean over the held-out prompts: 0 if all are equal, 1 if none are",
+    "eval/sampled_reward_std": "unbiased standard deviation of the scores of all samples, with several of each prompt",
+    "eval/sampled_frac_reward_zero_std": "share of the held-out prompts whose samples all have the same score",
     "eval/sampled_ngram_overlap": "diversity/ngram_overlap of the samples of a held-out prompt, mean over the prompts",
     "eval/failed": "scores of held-out completions that a scorer failed to return in this evaluation; they count as 0",
     "eval/abstained": "scores of held-out completions that a scorer abstained from, or whose conversation failed, in "
     "this evaluation; they count as 0",
     "eval/<set>/<greedy|sampled>_<length|clipped_ratio>": "the metric over the prompts of a further set (eval.sets)",
+    "eval/<set>/<greedy|sampled>_<min|max>_length": "the metric over the prompts of a further set",
+    "eval/<set>/<greedy|sampled>_<mean|min|max>_terminated_length": "the metric over the prompts of a further set",
     "eval/<set>/sampled": "eval/sampled over the prompts of a further set",
     "eval/<set>/sampled_<low|high|entropy|kl|distinct|distinct_answers|ngram_overlap>": "the metric over the prompts "
     "of a further set",
+    "eval/<set>/sampled_<reward_std|frac_reward_zero_std>": "the metric over the prompts of a further set",
     "eval/<set>/<failed|abstained>": "the metric over the prompts of a further set",
     "eval/<name>/greedy": "eval/greedy of the scorer, other than the first, or of the further set with this name",
     "eval/<name>/greedy_<low|high>": "bounds of its 95 % confidence interval",
@@ -399,7 +407,7 @@ def completion_metrics(
     # Lengths and ends of the completions
     statistics = row_statistics(rows, rewards)
     lengths, truncated, sums = statistics.lengths, statistics.truncated, statistics.sums
-    metrics |= _length_metrics(lengths, truncated)
+    metrics |= length_metrics(lengths, truncated)
     metrics["num_turns"] = rows[keys.NUM_TURNS].float().mean()
     if keys.NUM_TOOL_CALLS in rows.keys():
         metrics["num_tool_calls"] = rows[keys.NUM_TOOL_CALLS].float().mean()
@@ -444,9 +452,10 @@ def staleness_metrics(rows: TensorDictBase, version: int) -> dict[str, float]:
     return {"staleness": version - float(rows[keys.POLICY_VERSION].float().mean())} | shares
 
 
-def _length_metrics(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, torch.Tensor]:
+def length_metrics(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return mean, minimum and maximum of lengths ``[N]``, also of those that no limit ended."""
     terminated = lengths[~truncated]
-    metrics = {"completions/clipped_ratio": truncated.float().mean()}
+    metrics = {"completions/clipped_ratio": truncated.to(lengths.dtype).mean()}
     for suffix, part in (("length", lengths), ("terminated_length", terminated if len(terminated) else torch.zeros(1))):
         metrics |= {f"completions/{name}_{suffix}": getattr(part, name)() for name in ("mean", "min", "max")}
     return metrics

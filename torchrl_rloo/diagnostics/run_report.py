@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_rloo.diagnostics.metrics import DEFINITIONS
+from torchrl_rloo.diagnostics.model_card import write_model_card
 from torchrl_rloo.diagnostics.report import write_launch, write_report
 
 
@@ -39,20 +40,15 @@ class RunReport:
             self.write({}, finished=False)
 
     def write(self, summary: Mapping[str, Any], **options: Any) -> Path:
-        """Write the report on rank 0, and return its page.
+        """Write the report on rank 0, with a card of the saved model if the run has finished, and return its page.
 
         Args:
             summary: key figures by name.
             **options: further arguments of :func:`write_report`.
         """
-        return write_report(
-            self.run.directory,
-            history=self.run.logger.history,
-            timings=self.run.logger.timings,
-            summary=summary,
-            tables=self.run.logger.tables,
-            definitions=DEFINITIONS,
-            settings=self.run.settings,
-            command=self.command,
-            **options,
-        )
+        run = self.run
+        shared = {"history": run.logger.history, "summary": summary, "settings": run.settings, "command": self.command}
+        if run.finished and (run.directory / "model").is_dir():
+            write_model_card(run.directory / "model", defaults=run.defaults, **shared)
+        tables = {"timings": run.logger.timings, "tables": run.logger.tables, "definitions": DEFINITIONS}
+        return write_report(run.directory, **shared, **tables, **options)

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_rloo.diagnostics.metrics import length_metrics, share_of_equal_groups
 from torchrl_rloo.evaluation.statistics import best_at_k, maj_at_k, mean_interval
-from torchrl_rloo.functional.statistics import Interval, distinct_share, overlap
+from torchrl_rloo.functional.statistics import Interval, distinct_share, nanstd, overlap
 from torchrl_rloo.runtime.files import atomic_write, make_folder, write_text
 
 FORMATS = ("parquet", "jsonl")  # file formats of saved completions
@@ -124,9 +125,17 @@ class EvaluationResult:
             metrics |= {f"eval/{name}": mean, f"eval/{name}_low": low, f"eval/{name}_high": high}
         for kind, samples in (("greedy", self._of_kind(True)), ("sampled", self._of_kind(False))):
             if samples:
-                metrics[f"eval/{kind}_length"] = sum(s.tokens for s in samples) / len(samples)
-                metrics[f"eval/{kind}_clipped_ratio"] = sum(s.truncated for s in samples) / len(samples)
+                lengths = torch.tensor([s.tokens for s in samples], dtype=torch.float64)
+                found = length_metrics(lengths, torch.tensor([s.truncated for s in samples]))
+                names = {name: name.removeprefix("completions/").replace("mean_length", "length") for name in found}
+                metrics |= {f"eval/{kind}_{names[name]}": float(value) for name, value in found.items()}
         metrics |= sample_metrics(list(self._groups.values()), answers=self.settings.votes)
+        if self.settings.num_samples > 1:
+            scores = [[s.scores[self.settings.scorers[0]] for s in group] for group in self._groups.values()]
+            scores = torch.tensor([[math.nan if v is None else v for v in group] for group in scores])
+            places = torch.arange(len(scores)).repeat_interleave(scores.shape[1])
+            metrics["eval/sampled_reward_std"] = float(nanstd(scores.flatten()))
+            metrics["eval/sampled_frac_reward_zero_std"] = float(share_of_equal_groups(scores.flatten(), places))
         counts = {"failed": self.failed, "abstained": self.abstained}
         return metrics | {f"eval/{name}": float(sum(count.values())) for name, count in counts.items()}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,27 +69,69 @@ def log_images(logger: Logger, name: str, paths: Sequence[str], step: int) -> No
                 logger.experiment.log({name_of_image: image}, commit=False)  # the next metrics advance the step
 
 
-def _tensorboard(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
+def log_rows(logger: Logger, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Log rows as a table of the logger, with a column ``step``; TensorBoard, which has no tables, gets text."""
+    if isinstance(logger, TensorboardLogger):
+        return logger.log_str(name, "\n\n---\n\n".join(map(markdown, rows)), step=step)
+    columns = ["step", *dict.fromkeys(column for row in rows for column in row)]
+    cells = [[_cell(({"step": step} | row).get(column)) for column in columns] for row in rows]
+    if isinstance(logger, WandbLogger):
+        table = importlib.import_module("wandb").Table(columns=columns, data=cells, allow_mixed_types=True)
+        logger.experiment.log({name: table}, commit=False)  # the next metrics advance the step
+    elif isinstance(logger, MLFlowLogger):  # appends to the table of earlier steps
+        data = {column: [row[k] for row in cells] for k, column in enumerate(columns)}
+        file = f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)}.json"
+        importlib.import_module("mlflow").log_table(data, file, run_id=logger.experiment.info.run_id)
+    elif isinstance(logger, TrackioLogger):
+        data = [dict(zip(columns, row, strict=True)) for row in cells]
+        logger.experiment.log({name: importlib.import_module("trackio").Table(data=data)}, step=step)
+
+
+def _cell(value: Any) -> str | float | bool | None:
+    return value if value is None or isinstance(value, (str, bool, int, float)) else as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """Return a value of a table as text."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def markdown(row: Mapping[str, Any]) -> str:
+    """Render a row for TensorBoard, with values as code blocks so that markup in a completion stays text."""
+    fields = []
+    for key, value in row.items():
+        lines = as_text(value).split("\n")
+        fields.append(f"**{key}**\n\n" + "\n".join(f"    {line}" for line in lines))
+    return "\n\n".join(fields)
+
+
+def _tensorboard(directory: Path, name: str, records: Records, kwargs: dict[str, Any]) -> Logger:
     purge_step = max((record["step"] for record in records), default=-1) + 1
-    return ResumableTensorboardLogger("tensorboard", str(directory), purge_step=purge_step, **kwargs)
+    folder = "tensorboard" if name == directory.name else f"tensorboard/{name}"
+    return ResumableTensorboardLogger(folder, str(directory), purge_step=purge_step, **kwargs)
 
 
-def _wandb(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
-    return WandbLogger(**{"exp_name": directory.name, "log_dir": str(directory), **kwargs})
+def _wandb(directory: Path, name: str, records: Records, kwargs: dict[str, Any]) -> Logger:
+    return WandbLogger(**{"exp_name": name, "log_dir": str(directory), **kwargs})
 
 
-def _trackio(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
-    return SteppedTrackioLogger(**{"exp_name": directory.name, "project": "torchrl_rloo", **kwargs})
+def _trackio(directory: Path, name: str, records: Records, kwargs: dict[str, Any]) -> Logger:
+    return SteppedTrackioLogger(**{"exp_name": name, "project": "torchrl_rloo", **kwargs})
 
 
-def _mlflow(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
+def _mlflow(directory: Path, name: str, records: Records, kwargs: dict[str, Any]) -> Logger:
     defaults = {"exp_name": directory.name, "tracking_uri": f"sqlite:///{directory / 'mlflow.db'}"}
     if "tracking_uri" not in kwargs:
         defaults["artifact_location"] = (directory / "mlflow").as_uri()
-    return EndingMLFlowLogger(**{**defaults, **kwargs})
+    logger = EndingMLFlowLogger(**{**defaults, **kwargs})
+    if name != directory.name:
+        importlib.import_module("mlflow").set_tag("mlflow.runName", name)
+    return logger
 
 
-_BUILDERS: dict[str, Callable[[Path, Records, dict[str, Any]], Logger]] = {
+_BUILDERS: dict[str, Callable[[Path, str, Records, dict[str, Any]], Logger]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "mlflow": _mlflow,
@@ -105,6 +149,8 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ImportError(f"logger {name!r} requires {name}; run: pip install 'torchrl_rloo[{_EXTRAS[name]}]'")
 
 
-def build_logger(name: str, directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
+def build_logger(
+    name: str, directory: Path, records: Records, kwargs: dict[str, Any], run_name: str | None = None
+) -> Logger:
     """Open a logger that continues after the records of the run so far, each with ``step`` and values."""
-    return _BUILDERS[name](directory, records, kwargs)
+    return _BUILDERS[name](directory, run_name or directory.name, records, kwargs)

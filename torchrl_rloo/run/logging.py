@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from torchrl.record.loggers.common import Logger
 
 from torchrl_rloo.run.lock import DirectoryLock
-from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers, log_images
+from torchrl_rloo.run.loggers import LOGGER_FILES, as_text, build_logger, check_loggers, log_images, log_rows
 from torchrl_rloo.run.progress import Progress
 from torchrl_rloo.runtime.files import append, atomic_write, explained, make_folder, refuse_links, synced_size
 
@@ -20,6 +21,7 @@ _KINDS = ("metrics", "timings", "completions")
 _RESERVED = ("step", "table")
 Entry = Mapping[str, Any]  # step, metrics and timings
 MakeDigest = Callable[[Sequence[Entry], Entry | None], str]
+_RUN_NAME = re.compile(r"\w[\w .=,+-]{0,99}")
 _SHOWN_ROWS = 2
 _SHOWN_CHARACTERS = 240
 _PER_RUN = 4  # digests
@@ -45,9 +47,11 @@ class RunLogger:
             ``{"wandb": {"id": "run-7", "project": "rloo"}}`` continues one.
         digest: function of the entries since the last text, and of the entry before them or None. The display shows
             its text about four times in a run, unless it is empty. None shows none.
+        run_name: name of the run in all loggers. None takes that of the directory.
 
     Raises:
-        ValueError: if a logger is unknown, or if ``logger_kwargs`` names a logger that is not in ``loggers``.
+        ValueError: if a logger is unknown, ``run_name`` has other characters, or ``logger_kwargs`` names a logger that
+            is not in ``loggers``.
         ImportError: if the package of a logger is missing.
 
     Example:
@@ -68,8 +72,12 @@ class RunLogger:
         headline: Sequence[str] = ("reward", "eval/accuracy"),
         logger_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         digest: MakeDigest | None = None,
+        run_name: str | None = None,
     ) -> None:
         check_loggers(loggers)
+        if run_name is not None and not _RUN_NAME.fullmatch(run_name):
+            raise ValueError(f"run_name={run_name!r:.100} must have 1 to 100 letters, digits, spaces and _ . = , + -")
+        self._run_name = run_name
         self._logger_kwargs = {name: dict(kwargs) for name, kwargs in (logger_kwargs or {}).items()}
         unused = sorted(set(self._logger_kwargs) - set(loggers))
         if unused:
@@ -153,8 +161,7 @@ class RunLogger:
         self._open()
         self._append("completions", [{"step": step, "table": name, **row} for row in plain])
         for logger in self._loggers:
-            if hasattr(logger, "log_str"):
-                logger.log_str(name, "\n\n---\n\n".join(_markdown(row) for row in plain), step=step)
+            log_rows(logger, name, plain, step)
         if pictures := [path for row in plain[:_SHOWN_ROWS] for path in _paths(row)]:
             for logger in self._loggers:
                 log_images(logger, f"{name}/images", list(dict.fromkeys(pictures)), step)
@@ -220,7 +227,7 @@ class RunLogger:
         for name in self._logger_names:
             with explained(self.directory / name):
                 kwargs = self._logger_kwargs.get(name, {})
-                self._loggers.append(build_logger(name, self.directory, records, kwargs))
+                self._loggers.append(build_logger(name, self.directory, records, kwargs, self._run_name))
 
     def _close_loggers(self) -> None:
         for logger in self._loggers or ():
@@ -293,21 +300,6 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _markdown(row: Mapping[str, Any]) -> str:
-    """Render a row for TensorBoard, with values as code blocks so that markup in a completion stays text."""
-    fields = []
-    for key, value in row.items():
-        lines = _text(value).split("\n")
-        fields.append(f"**{key}**\n\n" + "\n".join(f"    {line}" for line in lines))
-    return "\n\n".join(fields)
-
-
 def _paths(row: Mapping[str, Any]) -> list[str]:
     images = row.get("images")
     return [path for path in images if isinstance(path, str)] if isinstance(images, list) else []
@@ -317,7 +309,7 @@ def _render(step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"{name} at step {step} ({min(len(rows), _SHOWN_ROWS)} of {len(rows)} rows)"]
     for row in rows[:_SHOWN_ROWS]:
         width = max(map(len, row), default=0)
-        lines += [f"  {key:<{width}}  {_one_line(_text(value))}" for key, value in row.items()]
+        lines += [f"  {key:<{width}}  {_one_line(as_text(value))}" for key, value in row.items()]
         lines.append("")
     return "\n".join(lines).rstrip("\n")
 

@@ -111,6 +111,7 @@ class Run:
         loggers: see :class:`RunLogger`.
         logger_kwargs: see :class:`RunLogger`.
         digest: see :class:`RunLogger`.
+        run_name: see :class:`RunLogger`.
 
     Attributes:
         step: current step, or the last one that is done. 0 before the first.
@@ -159,6 +160,7 @@ class Run:
         loggers: tuple[str, ...] | list[str] = ("tensorboard",),
         logger_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         digest: MakeDigest | None = None,
+        run_name: str | None = None,
     ):
         check_resume(resume)
         if checkpoint_every < 0:
@@ -175,7 +177,7 @@ class Run:
         self.directory, self.total_steps, self.step = Path(directory), total_steps, 0
         self.settings, self.defaults = dict(settings or {}), dict(defaults or {})
         self.ranks = ranks or Ranks.single()
-        shown = {"loggers": loggers, "logger_kwargs": logger_kwargs, "digest": digest}
+        shown = {"loggers": loggers, "logger_kwargs": logger_kwargs, "digest": digest, "run_name": run_name}
         shown = shown if self.ranks.is_main else {"loggers": []}
         self.logger = RunLogger(directory, total_steps=total_steps, headline=headline, **shown)
         # Save the logger as a part, so that a resumed run continues its records
