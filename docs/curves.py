@@ -19,6 +19,7 @@ COLORS = ("#2f7fd6", "#2e9e5b", "#d98a1f")
 CURVES = (
     "reward",
     "rewards/accuracy",
+    "eval/nll",
     "eval/greedy",
     "eval/sampled",
     "eval/pair_accuracy",
