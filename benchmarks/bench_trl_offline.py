@@ -195,5 +195,8 @@ if __name__ == "__main__":
         print(json.dumps(run_side(args.side, args.methods[0], args.steps, args.model)), file=sys.stdout)
     else:
         start = str(warm_start(0, log=print))
-        rows = [compare(method, args.steps, start) for method in args.methods]
-        print_table(f"{args.steps} steps of {SIZE} rows, against TRL", rows)
+        rows = []
+        for method in args.methods:
+            rows.append(compare(method, args.steps, start))
+            print(rows[-1], flush=True)
+        print_table(f"{args.steps} steps of {SIZE} rows", rows)

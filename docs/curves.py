@@ -59,7 +59,9 @@ def draw(path: Path, runs: list[Path]) -> None:
                 *zip(*points, strict=True), color=color, label=run.name, marker=marker, markersize=3, linewidth=1.4
             )
         panel.set(title=name, xlabel="step")
-        if all(0 <= row[name] <= 1 for history in histories for row in history if name in row):
+        if "nll" in name:
+            panel.set_ylim(bottom=0)
+        elif all(0 <= row[name] <= 1 for history in histories for row in history if name in row):
             panel.set_ylim(0, 1.02)
     if len(runs) > 1:
         panels[-1].legend(frameon=False, loc="lower right")

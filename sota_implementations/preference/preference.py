@@ -137,7 +137,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
 
 def load_examples(cfg: Config, paired: bool) -> tuple[PreferenceDataset, PreferenceDataset]:
     """Load training and held-out examples; for KTO, a type of pairs alone gives two labeled completions of each."""
-    if paired or cfg.data.type in LABELED_FORMATS:
+    types = {each.get("type", cfg.data.type) for each in cfg.data.sources or [{}]}
+    if paired or types <= LABELED_FORMATS.keys():
         return cfg.data.load(cfg.seed, objective=cfg.loss.name)
     train_set, eval_set = (
         PreferenceDataset(

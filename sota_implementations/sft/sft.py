@@ -71,6 +71,7 @@ from itertools import islice
 from math import exp
 
 from torchrl_rloo.data import PromptDataset, encode_demonstrations, keys, ragged
+from torchrl_rloo.data.prompts import IMAGE_COLUMNS
 from torchrl_rloo.data.rows import step_indices
 from torchrl_rloo.data.sources import PlainRow, read_source
 from torchrl_rloo.diagnostics import RunReport
@@ -176,7 +177,8 @@ def split_row(data: DemonstrationsConfig, row: dict[str, Any], chat: bool) -> di
     A row is a conversation, a prompt and a completion (each text or messages), or a text alone, all of whose tokens are
     learned. Alpaca's input follows its instruction. Without a chat template, texts stay texts.
     """
-    row = {name: value for name, value in PlainRow(row).items() if value not in (None, "")}
+    images = {name: row[name] for name in IMAGE_COLUMNS if name in row}
+    row = {n: value for n in row if n not in images and (value := PlainRow(row)[n]) not in (None, "")}
     prompt_column = data.prompt_column or next((name for name in (*MESSAGES, *PROMPTS) if name in row), None)
     column = data.completion_column or next(
         (n for n in COMPLETIONS if n in row and prompt_column not in MESSAGES), None
@@ -187,7 +189,7 @@ def split_row(data: DemonstrationsConfig, row: dict[str, Any], chat: bool) -> di
     if isinstance(prompt, str):
         prompt = f"{prompt}\n\n{row['input']}" if "input" in row else prompt
         if column is None or (isinstance(row[column], str) and not chat):
-            return {"prompt": prompt, "demonstration": row.get(column, "")}
+            return {"prompt": prompt, "demonstration": row.get(column, ""), **images}
     messages, answers = as_messages(prompt, "user"), [] if column is None else as_messages(row[column], "assistant")
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), 0)
     if not answers:
@@ -196,7 +198,7 @@ def split_row(data: DemonstrationsConfig, row: dict[str, Any], chat: bool) -> di
         raise ValueError(f"a conversation must have a prompt and then an assistant message, got {prompt!r:.200}")
     if data.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
-    return {"prompt": messages, "demonstration": answers}
+    return {"prompt": messages, "demonstration": answers, **images}
 
 
 def as_messages(value: Any, role: str) -> list[dict[str, Any]]:

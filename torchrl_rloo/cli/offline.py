@@ -35,7 +35,7 @@ class RowsConfig:
     limit: Count | None = None  # number of rows of a source to read; null: all
     eval_source: str | None = None  # held-out rows in the same layout; null: split off the sources by prompt
     eval_split: str | None = None  # split of eval_source; null: the same as of source
-    eval_size: Count = 512  # largest number of held-out rows
+    eval_size: Count = 512  # largest number of held-out pairs; sft: number of held-out prompts
     max_length: Count | None = None  # longest row in tokens; null: the model's context
     too_long: Annotated[str, OneOf("drop", "truncate")] = "drop"  # longer rows: drop, or cut the prompt from the left
 
