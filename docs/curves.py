@@ -19,6 +19,7 @@ COLORS = ("#2f7fd6", "#2e9e5b", "#d98a1f")
 CURVES = (
     "reward",
     "rewards/accuracy",
+    "eval/nll",
     "eval/greedy",
     "eval/sampled",
     "eval/pair_accuracy",
@@ -58,7 +59,9 @@ def draw(path: Path, runs: list[Path]) -> None:
                 *zip(*points, strict=True), color=color, label=run.name, marker=marker, markersize=3, linewidth=1.4
             )
         panel.set(title=name, xlabel="step")
-        if all(0 <= row[name] <= 1 for history in histories for row in history if name in row):
+        if "nll" in name:
+            panel.set_ylim(bottom=0)
+        elif all(0 <= row[name] <= 1 for history in histories for row in history if name in row):
             panel.set_ylim(0, 1.02)
     if len(runs) > 1:
         panels[-1].legend(frameon=False, loc="lower right")

@@ -111,19 +111,6 @@ def test_ppo_runs(run):
     assert len(re.findall(r"explained variance -?\d", stdout)) == 2
 
 
-def test_preferences_run(run):
-    stdout = run(
-        edited(
-            "preferences.py",
-            steps=("STEPS, PAIRS_PER_STEP = 60, 32", "STEPS, PAIRS_PER_STEP = 2, 32"),
-            pairs=("addition_demonstrations(4096", "addition_demonstrations(128"),
-            evaluation=("size=256", "size=16"),
-        )
-    )
-    assert "step 1: loss 0.693, preferred the clean answer" in stdout  # log 2: equal to the reference
-    assert len(re.findall(r"held-out accuracy: 0\.\d+ before, 0\.\d+ after", stdout)) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 def test_minimal_async_keeps_its_bound(run):

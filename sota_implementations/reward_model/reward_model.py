@@ -15,6 +15,7 @@ from typing import Any
 
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli.fields import Count, DType, Positive, Whole, non_null_fields
+from torchrl_rloo.cli.offline import PairsConfig
 from torchrl_rloo.cli.recipe import command_line, parse_args, run_recipe
 
 
@@ -26,28 +27,6 @@ class ModelConfig:
     dtype: DType = "float32"  # data type of the trained weights: float32 or float64; fewer bits lose small steps
     device: str = "cpu"  # device of the model: cpu or cuda
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of from_pretrained
-
-
-@dataclass
-class PairsConfig:
-    """Training and held-out preference pairs."""
-
-    source: str = "embedded"  # hub id, .jsonl/.json/.parquet/.csv file, saved dataset, or embedded
-    type: str = "chat_template.argilla_chat"  # layout of the rows, as listed by load_preferences
-    split: str = "train"  # split of source
-    name: str | None = None  # configuration of a hub dataset; null: its default
-    limit: Count | None = None  # number of rows of source to read; null: all
-    eval_source: str | None = None  # held-out pairs in the same layout; null: split off source by prompt
-    eval_split: str | None = None  # split of eval_source; null: the same as of source
-    eval_size: Count = 512  # largest number of held-out pairs
-    max_length: Count | None = None  # drop conversations longer than this, in tokens; null: the model's context
-    options: dict[str, Any] = field(default_factory=dict)  # arguments of load_preferences: {drop_bad_rows: true}
-
-    def __post_init__(self):
-        c.check_path("data.source", self.source)
-        c.check_path("data.eval_source", self.eval_source or "")
-        if self.eval_split is not None and self.eval_source is None:
-            raise ValueError(f"data.eval_split={self.eval_split} requires data.eval_source; set it")
 
 
 @dataclass
@@ -98,19 +77,18 @@ if __name__ == "__main__":  # parse before torch is imported, so --help and wron
     CONFIG = parse_args(Config, __file__, __doc__)
 
 import json  # noqa: E402
-from math import inf
 
 import torch
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from torchrl_rloo.data import keys, load_preference_splits
-from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import step_indices
 from torchrl_rloo.diagnostics import RunReport
-from torchrl_rloo.embedded import addition_preferences, resolve_model
+from torchrl_rloo.embedded import resolve_model
 from torchrl_rloo.evaluation import Calibration, calibrate, write_calibration
 from torchrl_rloo.evaluation.calibration import CALIBRATION_PLOT
-from torchrl_rloo.modules import context_length, save_model
+from torchrl_rloo.modules import save_model
 from torchrl_rloo.modules.heads import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import merge_outputs
 from torchrl_rloo.objectives.preference import RewardModelLoss
@@ -136,7 +114,13 @@ def train(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     name = resolve_model(cfg.model.name, cfg.seed, log=print)
     model, tokenizer = load_reward_model(name, **non_null_fields(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
-    train_set, eval_set = load_pairs(cfg, model, tokenizer)
+    train_set, eval_set = (
+        cfg.data.fit(encode_pairs(examples, tokenizer), model, f"{word} pairs")
+        for examples, word in zip(cfg.data.load(cfg.seed), ("training", "held-out"), strict=True)
+    )
+    if cfg.train.pairs_per_step > len(train_set):
+        size = cfg.train.pairs_per_step
+        raise ValueError(f"train.pairs_per_step={size} must be at most the {len(train_set)} training pairs")
     print(f"{name}: {model.num_parameters():,} parameters", flush=True)
 
     # Build loss, optimizer and learning-rate schedule
@@ -163,35 +147,6 @@ def train(cfg: Config) -> None:
             report.refresh()
     if run.finished:
         finish(run, report, model, tokenizer, score_pairs(cfg, loss_fn, eval_set)[1])
-
-
-def load_pairs(
-    cfg: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> tuple[TensorDictBase, TensorDictBase]:
-    """Load training and held-out pairs as rows; no prompt is in both."""
-    max_length = cfg.data.max_length or context_length(model) or inf
-    options = non_null_fields(cfg.data, "max_length", "options") | cfg.data.options
-    options |= {"source": addition_preferences()} if cfg.data.source == "embedded" else {}
-    # Encode both sets, and drop pairs that do not fit the model
-    sets = []
-    for examples, word in zip(load_preference_splits(**options, seed=cfg.seed), ("training", "held-out"), strict=True):
-        rows = encode_pairs(examples, tokenizer).unbind(0)
-        kept = [row for row in rows if max(len(row[part][keys.TOKENS]) for part in PARTS) <= max_length]
-        if not kept:
-            raise ValueError(f"all {len(rows)} {word} pairs are longer than {max_length} tokens; raise data.max_length")
-        print(f"{len(kept):,} {word} pairs, {len(rows) - len(kept)} dropped: longer than {max_length} tokens")
-        sets.append(stack_rows(kept))
-    size = cfg.train.pairs_per_step
-    if not 0 < size <= len(sets[0]):
-        raise ValueError(f"train.pairs_per_step={size} must be between 1 and the {len(sets[0])} training pairs")
-    return sets[0], sets[1]
-
-
-def step_indices(step: int, num_pairs: int, size: int, seed: int) -> list[int]:
-    """Return the pairs of a step; each epoch has a new order and no pair twice."""
-    epoch, k = divmod(step - 1, num_pairs // size)
-    order = torch.randperm(num_pairs, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-    return order[k * size : (k + 1) * size].tolist()
 
 
 @torch.no_grad()

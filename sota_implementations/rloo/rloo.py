@@ -44,6 +44,7 @@ import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo import data, diagnostics, evaluation, modules
+from torchrl_rloo.cli.config import keeps_copy
 from torchrl_rloo.cli.held_out import EvalSet, HeldOutEvaluation, load_eval_sets, longest_conversation
 from torchrl_rloo.collectors import SharedSource, StepRows, add_missing_kl
 from torchrl_rloo.data import keys
@@ -100,7 +101,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
         max_turns=chat.get("max_turns") if make_transforms() else 1,
         max_tokens=chat.get("max_tokens"),
     )
-    diagnostics.check_engine(cfg.inference.arguments, plan, cfg.lora, cfg.sampler.dtype)
+    lora = cfg.lora and {"r": model.peft_config["default"].r}  # also of a saved adapter
+    diagnostics.check_engine(cfg.inference.arguments, plan, lora, cfg.sampler.dtype)
     ranks.log(f"{name}: {model.num_parameters():,} parameters, {modules.count_trained(model):,} trained")
     held_out = "\n".join(f"held out{n and f', {n}'}: {each.prompts}" for n, each in eval_sets.items())
     ranks.log(f"training: {train_set}\n{held_out}\n{plan}")
@@ -109,7 +111,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg.train.micro_batch_tokens}
     sampling = {"tokenizer": tokenizer, "generate_kwargs": cfg.generate.arguments(cfg.seed)}
     sampler = cfg.sampler.make(model, ranks)
-    initial = modules.frozen_copy(model) if method.kl is not None and cfg.lora is None else None
+    initial = modules.frozen_copy(model) if method.kl is not None and keeps_copy(cfg.lora) else None
     for each in (model, initial):
         if each is not None:
             cfg.train.distribute(each, ranks, name, **cfg.model.kwargs)

@@ -315,6 +315,22 @@ def test_demonstrations_are_learned_whole(tokenizer):
     assert torch.equal(ragged(rows, keys.ACTION_MASK)[0], torch.tensor(mask)) and len(rows) == 2
 
 
+def test_demonstrations_after_a_query_leave_its_turns_out(tokenizer):
+    rows = encode_demonstrations(
+        [
+            {"query": [SYSTEM, ASK, BAD, ASK], "demonstration": [GOOD, ASK, GOOD]},
+            {"query": "2+2=", "demonstration": "4"},
+            {"query": "2+2=4", "demonstration": ""},
+        ],
+        tokenizer,
+    )
+    answer = GOOD["content"] + tokenizer.eos_token
+    first, second, third = rows.unbind(0)
+    assert decoded(tokenizer, first, True) == answer * 2 and BAD["content"] in decoded(tokenizer, first, False)
+    assert decoded(tokenizer, second, True) == "4" + tokenizer.eos_token
+    assert decoded(tokenizer, third, True) == "+2=4" + tokenizer.eos_token  # nothing predicts the first token
+
+
 def test_margins_come_from_a_column():
     rows = [{"question": "q", "chosen": "a", "rejected": "b", "gap": 2}]
     assert load_preferences(rows, "chatml.intel", margin_column="gap")[0]["margin"] == 2.0

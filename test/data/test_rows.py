@@ -13,12 +13,14 @@ from torchrl_rloo.data import action_tokens, concatenate, gather_actions, keys, 
 from torchrl_rloo.data.rows import (
     PACKINGS,
     copy_row,
+    limit_length,
     make_tensorclass,
     merge_identical,
     micro_batches,
     place_actions,
     prefix_order,
     spread_actions,
+    step_indices,
     unpad,
 )
 
@@ -362,3 +364,37 @@ def test_a_loss_weighted_by_multiplicity_keeps_its_gradient(drawn: list[tuple[li
 
     expected = gradient(rows, torch.ones(len(rows)))
     torch.testing.assert_close(gradient(merged, merged[keys.MULTIPLICITY]), expected, rtol=0, atol=1e-12)
+
+
+def make_pair(prompt: int, chosen: int, rejected: int, masked: bool) -> TensorDict:
+    parts = {}
+    for name, length, first in (("chosen", chosen, 100), ("rejected", rejected, 200)):
+        parts[name] = TensorDict({keys.TOKENS: torch.cat([numbers(prompt), first + numbers(length)])}, [])
+        if masked:
+            parts[name].set(keys.ACTION_MASK, torch.arange(prompt + length) >= prompt)
+    return TensorDict(parts, [])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_long_pairs_are_dropped_or_lose_equal_tokens_of_their_prompt(masked):
+    rows = stack_rows([make_pair(*sizes, masked) for sizes in ((3, 2, 1), (5, 2, 3), (1, 4, 6), (1, 7, 1))])
+    assert [len(row["chosen"][keys.TOKENS]) for row in limit_length(rows, 6)] == [5]
+    first, second = limit_length(rows.clone(), 6, truncate=True)
+    assert torch.equal(first["rejected"][keys.TOKENS], rows[0]["rejected"][keys.TOKENS])
+    assert second["chosen"][keys.TOKENS].tolist() == [3, 4, 5, 101, 102]
+    assert second["rejected"][keys.TOKENS].tolist() == [3, 4, 5, 201, 202, 203]
+    if masked:
+        assert second["chosen"][keys.ACTION_MASK].tolist() == [False] * 3 + [True] * 2
+
+
+def test_long_rows_keep_their_actions():
+    rows = make_rows([[False] * 4 + [True], [False] + [True] * 3 + [False], [False, True]])
+    kept = limit_length(rows, 3, truncate=True)
+    assert [row[keys.TOKENS].tolist() for row in kept] == [[3, 4, 5], [11, 12]]
+    assert [row[keys.ACTION_MASK].tolist() for row in kept] == [[False, False, True], [False, True]]
+
+
+def test_an_epoch_has_each_row_once():
+    epochs = [sum((step_indices(6 * e + k, 20, 3, seed=0) for k in range(1, 7)), []) for e in range(2)]
+    assert all(len(set(epoch)) == 18 for epoch in epochs) and epochs[0] != epochs[1]
+    assert step_indices(1, 20, 3, seed=1) != step_indices(1, 20, 3, seed=0)

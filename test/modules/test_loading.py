@@ -108,6 +108,21 @@ def test_a_saved_adapter_is_not_trained_on_unseen(checkpoint: Path, tmp_path: Pa
     assert not (tmp_path / "adapter_config.json").exists() and count_trained(load_model(tmp_path)[0])
 
 
+def test_a_saved_adapter_continues_with_its_settings(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model, tokenizer = load_model(checkpoint)
+    first = add_adapter(model, {"r": 2, "lora_alpha": 7, "target_modules": "all-linear"})
+    for parameter in first.parameters():
+        parameter.data += 0.1 * parameter.requires_grad
+    save_model(first, tokenizer, tmp_path)
+    second = add_adapter(load_model(checkpoint)[0], {"adapter": tmp_path})
+    expected = first.state_dict()
+    assert second.peft_config["default"].lora_alpha == 7 and count_trained(second) == count_trained(first)
+    assert all(bool((tensor == expected[name]).all()) for name, tensor in second.state_dict().items())
+    with pytest.raises(ValueError, match=r"unknown names \['r'\]"):
+        add_adapter(load_model(checkpoint)[0], {"adapter": tmp_path, "r": 4})
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

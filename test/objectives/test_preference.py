@@ -24,6 +24,7 @@ DESIRABLE = [True, False, False, True]
 PAIRED = [name for name, objective in PREFERENCE_OBJECTIVES.items() if objective.paired]
 COEFFICIENTS = {
     "dpo": {"beta": 0.3, "label_smoothing": 0.1},
+    "dpo_norm": {"beta": 2.0, "label_smoothing": 0.1},
     "ipo": {"beta": 0.3},
     "orpo": {"alpha": 0.4},
     "simpo": {"beta": 1.5, "gamma": 0.6, "cpo_alpha": 0.2},
@@ -219,7 +220,7 @@ def test_the_reference_is_neither_trained_nor_saved_with_the_loss(make_loss, pol
 @pytest.mark.parametrize(
     ("objective", "reference", "fault"),
     [
-        ("ppo", None, r"objective='ppo' is unknown.*valid: \['dpo', 'ipo'"),
+        ("ppo", None, r"objective='ppo' is unknown.*valid: \['dpo', 'dpo_norm', 'ipo'"),
         ({"name": "dpo", "gamma": 1.0}, None, r"unknown field 'gamma'; valid: \['beta', 'label_smoothing'\]"),
         ({"name": "simpo", "beta": 0.0}, None, "SimPO: beta=0.0 must be a number above 0"),
         ({"name": "simpo", "gamma": -1.0}, None, "SimPO: gamma=-1.0 must be a number of at least 0"),

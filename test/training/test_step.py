@@ -66,6 +66,15 @@ def test_the_gradient_does_not_depend_on_the_cut(policy, kwargs):
     assert whole.abs().max() > 1e-4  # otherwise the test would prove nothing
 
 
+def test_an_evaluation_has_the_outputs_of_a_step_without_its_gradient(policy):
+    _, outputs = gradient(policy, make_rows([0.5, -1.0, 2.0]), micro_batch_size=2)
+    policy.model.zero_grad()
+    loss_fn = RLOOLoss(policy, ratio="token", aggregation="token_mean")
+    found = accumulate(loss_fn, make_rows([0.5, -1.0, 2.0]), micro_batch_size=2, backward=False)
+    assert merge_outputs(found) == merge_outputs(outputs)
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
 def test_rows_of_zero_advantage_are_skipped_but_counted(policy):
     rows = make_rows([1.0, -1.0, 0.0, 0.0])
     whole, outputs = gradient(policy, rows)

@@ -433,6 +433,20 @@ class RunConfig:
         self.schedule.make(self.optimizer.make(nn.Linear(2, 2)), steps)
 
 
+def check_lora(lora: Any) -> None:
+    """Raise ``ValueError`` if settings of an adapter are no mapping, or add to those of a saved adapter."""
+    check_settings("lora", lora)
+    if lora and "adapter" in lora:
+        if others := sorted(set(lora) - {"adapter"}):
+            raise ValueError(f"lora.adapter={lora['adapter']} has its own settings; remove lora.{others[0]}")
+        check_path("lora.adapter", lora["adapter"])
+
+
+def keeps_copy(lora: Any) -> bool:
+    """Return whether the initial model is a copy: it is not the base model of a new adapter."""
+    return lora is None or "adapter" in lora
+
+
 def check_ks(ks: list[int], num_samples: int, section: str = "eval") -> None:
     """Raise ``ValueError`` if pass@k cannot be estimated for one of the numbers."""
     if wrong := [k for k in ks if not 1 <= k <= num_samples]:

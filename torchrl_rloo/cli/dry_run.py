@@ -74,7 +74,7 @@ def make_settings(cfg: Any, folder: Path) -> Any:
     changed = {
         "output_dir": str(folder / "output"),
         "resume": "never",
-        "lora": cfg.lora and {**cfg.lora, "target_modules": "all-linear"},
+        "lora": cfg.lora and {n: v for n, v in cfg.lora.items() if n != "adapter"} | {"target_modules": "all-linear"},
         "model": replace(cfg.model, **model, quantization_kwargs={}),
         "train": replace(train, **offload, tensor_parallel=1, context_parallel=1),
         "plan": replace(plan, steps=1, prompts_per_step=_prompts(cfg)),

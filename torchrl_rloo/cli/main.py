@@ -24,6 +24,8 @@ RECIPES = {  # file in the recipes folder, then arguments that precede the user'
     "rloo_tools": ("rloo/rloo.py", "--config", "rloo_tools"),
     "rloo_agent": ("rloo/rloo.py", "--config", "rloo_agent"),
     "rloo_gemma": ("rloo/rloo.py", "--config", "rloo_gemma"),
+    "sft": ("sft/sft.py",),
+    "preference": ("preference/preference.py",),
     "reward_model": ("reward_model/reward_model.py",),
     "evaluate": ("evaluate/evaluate.py",),
 }

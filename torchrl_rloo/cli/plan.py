@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.cli.config import keeps_copy
 from torchrl_rloo.cli.fields import known_settings, non_null_fields
 from torchrl_rloo.cli.recipe import import_recipe
 
@@ -120,7 +121,7 @@ def memory_settings(
         quantization=getattr(cfg.model, "quantization", None),
         optimizer=getattr(cfg.optimizer, "name", "adamw"),
         optimizer_kwargs=getattr(cfg.optimizer, "kwargs", {}),
-        reference=cfg.lora is None and _has_reference(cfg),
+        reference=keeps_copy(cfg.lora) and _has_reference(cfg),
         copy_dtype=None if cfg.sampler.share_weights else cfg.sampler.dtype or cfg.model.dtype,
         sampled_lines=_sampled_lines(cfg),
         cache_dtype=cfg.sampler.dtype or cfg.model.dtype,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli import rloo_sections as s
 from torchrl_rloo.cli import sampling_sections as sampling
-from torchrl_rloo.cli.fields import OneOf, check_settings, non_null_fields
+from torchrl_rloo.cli.fields import OneOf, non_null_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +40,7 @@ class RLOOConfig(c.RunConfig):
     algorithm: Algorithm = "rloo_trl"  # method: rloo, rloo_trl, grpo, dr_grpo, dapo, gspo, cispo, ...
     loss: dict[str, Any] = field(default_factory=dict)  # arguments of RLOOLoss that replace the algorithm's
     advantage: dict[str, Any] = field(default_factory=dict)  # arguments of MCAdvantage that replace the algorithm's
-    lora: Any = None  # arguments of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: train all weights
+    lora: Any = None  # arguments of peft.LoraConfig, or {adapter: folder} of a saved one; null: train all weights
     task: c.TaskConfig = field(default_factory=c.TaskConfig)
     model: c.ModelConfig = field(default_factory=c.ModelConfig)
     data: c.DataConfig = field(default_factory=c.DataConfig)
@@ -74,7 +74,7 @@ class RLOOConfig(c.RunConfig):
     )
 
     def __post_init__(self):
-        check_settings("lora", self.lora)
+        c.check_lora(self.lora)
         check_model(self.model, self.train, self.lora)
         check_sampling(self)
         check_ranks(self)

@@ -7,7 +7,7 @@ import inspect
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -188,6 +188,7 @@ def load_preference_splits(
     source: Any,
     type: str | Mapping[str, Any],
     *,
+    sources: Sequence[Mapping[str, Any]] = (),
     eval_source: Any = None,
     eval_split: str | None = None,
     eval_size: int = 512,
@@ -199,6 +200,8 @@ def load_preference_splits(
     Args:
         source: see :func:`load_preferences`.
         type: format of both sources; see :func:`load_preferences`.
+        sources: several sources in place of ``source``, each as arguments of :func:`load_preferences` that replace the
+            others: ``[{"source": "a.jsonl"}, {"source": "my/b", "type": "chatml.intel", "limit": 1000}]``.
         eval_source: source of held-out examples. None takes them from ``source``, whole prompts at a time.
         eval_split: split of ``eval_source``. None takes that of ``source``.
         eval_size: largest number of held-out examples. They are chosen at random because sources may be sorted by
@@ -220,7 +223,14 @@ def load_preference_splits(
         (7, 2)
     """
     # With a separate source, check that it shares no prompt with the training examples
-    examples = load_preferences(source, type, **options)
+    arguments = {"source": source, "type": type, **options}
+    parts = [load_preferences(**arguments | each) for each in sources or [{}]]
+    if len(markups := {part.markup for part in parts}) > 1:
+        raise ValueError(
+            f"the sources have the markups {sorted(markups)}; set markup, since a model has one chat format"
+        )
+    dropped = [fault for part in parts for fault in part.dropped]
+    examples = PreferenceDataset(chain.from_iterable(parts), markup=parts[0].markup, dropped=dropped)
     if eval_source is not None:
         options |= {"limit": None} | ({"split": eval_split} if eval_split else {})
         held_out = load_preferences(eval_source, type, **options)
@@ -287,18 +297,36 @@ def encode_preferences(examples: PreferenceDataset | Iterable[Example], tokenize
     return stack_rows(rows)
 
 
-def encode_demonstrations(conversations: Iterable[Messages], tokenizer) -> TensorDictBase:
+def encode_demonstrations(
+    conversations: Iterable[Messages | Mapping[str, Any]], tokenizer, **template_kwargs: Any
+) -> TensorDictBase:
     """Encode conversations as rows for :class:`~torchrl_rloo.objectives.sft.SFTLoss`.
 
     Args:
-        conversations: chat messages of ``B`` conversations.
+        conversations: chat messages of ``B`` conversations, or mappings ``{"query", "demonstration"}`` of two lists of
+            messages or two texts. A query is a prompt, which is not learned; a blank demonstration makes it a text.
         tokenizer: Hugging Face tokenizer with a chat template.
+        **template_kwargs: arguments of the chat template.
 
     Returns:
-        Ragged rows, batch size ``[B]``. The action mask is True on all assistant turns. Rows of messages with images
-        (``{"type": "image", "url": <path in the store>}``) also have ``"images"``.
+        Ragged rows, batch size ``[B]``. The action mask is True on all assistant turns after a query, and on texts.
+        Rows of messages with images (``{"type": "image", "url": <path in the store>}``) also have ``"images"``.
     """
-    return stack_rows([_row(*encode_conversation(tokenizer, m), image_paths(m)) for m in conversations])
+    rows = []
+    for given in conversations:
+        prompt, rest = (given[keys.QUERY], given["demonstration"]) if isinstance(given, Mapping) else ([], given)
+        if isinstance(prompt, str):
+            row = _encode_example(tokenizer, prompt, rest or tokenizer.eos_token)
+            row[keys.ACTION_MASK][1:] |= not rest  # nothing predicts the first token
+            rows.append(row)
+            continue
+        ids, mask = encode_conversation(tokenizer, [*prompt, *rest], **template_kwargs)
+        for _ in range(sum(message["role"] == "assistant" for message in prompt)):
+            start = mask.index(True)
+            end = mask.index(False, start)
+            mask[start:end] = [False] * (end - start)
+        rows.append(_row(ids, mask, image_paths([*prompt, *rest])))
+    return stack_rows(rows)
 
 
 def mismatched_rows(rows: TensorDictBase) -> TensorDictBase:

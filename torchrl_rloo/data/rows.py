@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -158,6 +159,36 @@ def _with_image(row: TensorDictBase) -> torch.Tensor:
         return tokens
     first = torch.tensor([int.from_bytes(bytes(images[0, :7].tolist()), "big")], device=tokens.device)
     return torch.cat([first, tokens[1:]])
+
+
+def limit_length(rows: TensorDictBase, max_length: float, truncate: bool = False) -> list[TensorDictBase]:
+    """Return the rows, or preference pairs, of at most ``max_length`` tokens.
+
+    With ``truncate``, a longer row loses the beginning of its prompt if that suffices and it has no images. The prompt
+    ends before the first action token; without action tokens, it is what both completions of a pair begin with. Both
+    rows of a pair lose the same tokens, so that their prompts stay equal.
+    """
+    kept = []
+    for row in unbind_rows(rows):
+        parts = [row] if keys.TOKENS in row.keys(True) else [row["chosen"], row["rejected"]]
+        excess = max(len(part[keys.TOKENS]) for part in parts) - max_length
+        if excess > 0 and truncate and entry_of(parts[0], keys.IMAGES) is None:
+            masks = [part[keys.ACTION_MASK] for part in parts if keys.ACTION_MASK in part.keys(True)]
+            shared = max(prefix_order([part[keys.TOKENS] for part in parts])[1])
+            if excess < min((int(mask.int().argmax()) for mask in masks), default=shared):
+                for part, key in product(parts, (keys.TOKENS, keys.ACTION_MASK)):
+                    if key in part.keys(True):
+                        part.set(key, part[key][int(excess) :])
+                excess = 0
+        kept += [row] if excess <= 0 else []
+    return kept
+
+
+def step_indices(step: int, number: int, size: int, seed: int) -> list[int]:
+    """Return the rows of a step, counted from 1; each epoch has a new order of ``number`` rows and none twice."""
+    epoch, k = divmod(step - 1, number // size)
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    return order[k * size : (k + 1) * size].tolist()
 
 
 def tensor_rows(rows: TensorDictBase) -> TensorDictBase:

@@ -56,12 +56,23 @@ class DPO(PreferenceObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"DPO: label_smoothing={self.label_smoothing} must be in [0, 0.5)")
+            raise ValueError(f"{type(self).__name__}: label_smoothing={self.label_smoothing} must be in [0, 0.5)")
 
     def __call__(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         """Return the loss ``[P]`` of each pair from its log-ratios ``[P]``."""
         margin, eps = self.beta * (chosen - rejected), self.label_smoothing
         return -(1 - eps) * logsigmoid(margin) - eps * logsigmoid(-margin)
+
+
+@dataclass(frozen=True)
+class DPONorm(DPO):
+    """Length-normalized DPO: that of *mean* log-ratios, so that long completions weigh no more than short ones.
+
+    Section 5.1 of Lambert et al. 2024 (Tulu 3, arXiv 2411.15124), with their ``beta=5``, which is per token.
+    """
+
+    beta: float = number_field(5.0, above=True)
+    mean: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -158,7 +169,14 @@ class KTO(PreferenceObjective):
         return torch.where(desirable, good, bad)
 
 
-PREFERENCE_OBJECTIVES: dict[str, type] = {"dpo": DPO, "ipo": IPO, "orpo": ORPO, "simpo": SimPO, "kto": KTO}
+PREFERENCE_OBJECTIVES: dict[str, type] = {
+    "dpo": DPO,
+    "dpo_norm": DPONorm,
+    "ipo": IPO,
+    "orpo": ORPO,
+    "simpo": SimPO,
+    "kto": KTO,
+}
 
 
 def kto_reference_point(mismatched: torch.Tensor) -> torch.Tensor:

@@ -294,7 +294,7 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
         model: base model; its weights are frozen, and may be quantized. A ``PeftModel`` of this function gets one more
             adapter, which is trained but not active; see :class:`~torchrl_rloo.modules.RoleAdapters`.
         config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``. With a frozen vision tower, only
-            the language model gets an adapter.
+            the language model gets an adapter. ``{"adapter": folder}`` continues a saved adapter, with its settings.
         name: name of the adapter.
 
     Returns:
@@ -316,16 +316,22 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
             "that trainer and sampler agree. Set it to 0, or regularize with weight decay or a KL term"
         )
     try:
-        from peft import LoraConfig, PeftModel, get_peft_model
+        from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
     except ImportError as error:
         raise ImportError("an adapter requires peft: pip install 'torchrl_rloo[peft]'") from error
     known = [field.name for field in dataclasses.fields(LoraConfig) if field.init and field.name != "task_type"]
+    saved = config.get("adapter")
+    known = known if saved is None else ["adapter"]  # a saved one has all settings
     if unknown := [name for name in config if name not in known]:
         hint = did_you_mean(str(unknown[0]), known)
         raise ValueError(
             f"unknown names {unknown} in lora={dict(config)}{hint}; use r, lora_alpha, target_modules, ..."
         )
-    settings = LoraConfig(task_type="CAUSAL_LM", **_of_language_model(model, config))
+    if saved is None:
+        settings = LoraConfig(task_type="CAUSAL_LM", **_of_language_model(model, config))
+    else:
+        settings = LoraConfig.from_pretrained(saved)
+        settings.inference_mode, settings.lora_dropout = False, 0.0
     with _adapters_off_meta():
         if not isinstance(model, PeftModel):
             adapted = get_peft_model(use_exact_products(model), settings, adapter_name=name).eval()
@@ -339,6 +345,10 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "
             for parameter in set(model.parameters()) - frozen:  # peft trains the active adapter only
                 parameter.requires_grad_(True)
             adapted = model.eval()
+    if saved is not None:
+        found = set_peft_model_state_dict(adapted, load_peft_weights(saved, device="cpu"), adapter_name=name)
+        if found.unexpected_keys:
+            raise ValueError(f"adapter={str(saved)!r} is of another model, without {found.unexpected_keys[:2]}")
     return omit_quantization_states(adapted) if four_bit_layers(adapted) else adapted
 
 

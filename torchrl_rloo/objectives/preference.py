@@ -13,7 +13,7 @@ from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.preferences import CHOSEN, LABEL, MARGIN, REJECTED, mismatched_rows
-from torchrl_rloo.data.rows import concatenate, gather_actions, ragged
+from torchrl_rloo.data.rows import concatenate
 from torchrl_rloo.functional.preference import (
     PREFERENCE_OBJECTIVES,
     PreferenceObjective,
@@ -27,19 +27,20 @@ from torchrl_rloo.modules.heads import RewardModel
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.reference import Scorer
 from torchrl_rloo.objectives.step import (
+    RECORDED,
     LossOutput,
     Normalizers,
     check_actor,
+    check_reference,
     concatenate_field,
     mean_over_ranks,
     multiplicity,
     reduce_over_ranks,
+    reference_log_probs,
     row_weights,
     zero_loss,
 )
 from torchrl_rloo.runtime.lookup import resolve
-
-RECORDED = "recorded"
 
 
 class PreferenceLossOutput(LossOutput, TensorClass["nocast"]):
@@ -55,8 +56,8 @@ class PreferenceLossOutput(LossOutput, TensorClass["nocast"]):
         rejected_rewards: ``[R]``, rewards of the other completions.
         chosen_log_probs: ``[C]``, log-probs in nats.
         rejected_log_probs: ``[R]``, log-probs of the other completions.
-        correct: ``[P]``, 1 if the chosen reward is higher; for labeled rows 1 if the reward is on the label's side of
-            the reference point.
+        correct: ``[P]``, 1 if the chosen reward is higher, 0.5 for a tie; for labeled rows 1 if the reward is on the
+            label's side of the reference point.
         reference_point: scalar, KTO's ``z_0`` in nats. NaN for pairs.
     """
 
@@ -105,6 +106,7 @@ class PreferenceLoss(LossModule):
             ``"recorded"`` reads ``keys.REF_LOG_PROBS`` of the sub-rows, written by
             ``record_log_probs(reference, rows["chosen"], log_probs=keys.REF_LOG_PROBS)``. KTO requires a scorer,
             because its reference point scores completions after other prompts. None for objectives without a reference.
+        micro_batch_size: rows per forward pass of KTO's reference point. None takes all rows of a step at once.
 
     Raises:
         ValueError: if the objective or a field is unknown, a value is out of range, or a reference is missing or
@@ -125,11 +127,14 @@ class PreferenceLoss(LossModule):
         objective: str | Mapping[str, Any] | PreferenceObjective = "dpo",
         *,
         reference: Scorer | Literal["recorded"] | None = None,
+        micro_batch_size: int | None = None,
     ):
         super().__init__()
         check_actor(actor_network)
+        self.micro_batch_size = micro_batch_size
         self.objective = resolve("objective", objective, PREFERENCE_OBJECTIVES)
-        _check_reference(actor_network, self.objective, reference)
+        objective, needed = self.objective, self.objective.reference
+        check_reference(actor_network, f"objective={objective}", reference, needed, recorded=objective.paired)
         self.actor_network = actor_network
         self.__dict__["reference"] = reference  # not a submodule: its weights are not trained or saved
         self.in_keys = [CHOSEN, REJECTED] if self.objective.paired else [keys.TOKENS, keys.ACTION_MASK, LABEL]
@@ -146,7 +151,8 @@ class PreferenceLoss(LossModule):
         if self.objective.paired:
             return normalizers
         with torch.no_grad():
-            _, mismatched = self._score(mismatched_rows(rows))
+            parts = mismatched_rows(rows).split(self.micro_batch_size or len(rows))
+            mismatched = torch.cat([self._score(part)[1] for part in parts])
         total = torch.stack([mismatched.sum(), mismatched.new_tensor(float(len(mismatched)))])
         total, number = reduce_over_ranks(total, process_group)
         return replace(normalizers, reference_point=float(kto_reference_point((total / number)[None])))
@@ -163,7 +169,7 @@ class PreferenceLoss(LossModule):
             log_probs, scores = self._score(concatenate([tensordict[CHOSEN], tensordict[REJECTED]]))
             chosen, rejected = torch.arange(len(scores), device=scores.device).chunk(2)
             losses = self.objective(scores[chosen], scores[rejected])
-            correct, point = scores[chosen] > scores[rejected], math.nan
+            correct, point = ((scores[chosen] - scores[rejected]).detach().sign() + 1) / 2, math.nan
         else:
             log_probs, scores = self._score(tensordict)
             desirable, point = tensordict[LABEL].reshape(-1).to(scores.device), normalizers.reference_point
@@ -195,40 +201,7 @@ class PreferenceLoss(LossModule):
 
         if self.reference is None or (idle and self.reference == RECORDED):
             return reduce(log_probs), reduce(log_probs)
-        # Subtract the reference's log-probs, computed now or recorded on the rows
-        if self.reference != RECORDED:
-            with torch.no_grad():
-                ref = self.reference.score(rows).log_probs.to(log_probs.device)
-        elif keys.REF_LOG_PROBS in rows.keys(True):
-            ref = gather_actions(ragged(rows, keys.REF_LOG_PROBS), scored.actions)
-        else:
-            raise KeyError(
-                f"reference='recorded' requires {keys.REF_LOG_PROBS} on chosen and rejected sub-rows; write them with "
-                "record_log_probs(reference, rows['chosen'], log_probs=keys.REF_LOG_PROBS), or pass the reference"
-            )
-        return reduce(log_probs), reduce(log_probs - ref)
-
-
-def _check_reference(actor_network: Any, objective: PreferenceObjective, reference: Any) -> None:
-    """Raise if a reference is missing, unused, or not comparable with the policy."""
-    needed = "a scorer such as frozen_reference(policy)" + (" or 'recorded'" if objective.paired else "")
-    if (reference is None) == objective.reference:
-        must = f"requires a reference; set it to {needed}" if reference is None else "ignores it; remove it"
-        raise ValueError(f"reference={reference!r:.80}: objective={objective} {must}")
-    if reference is None or (reference == RECORDED and objective.paired):
-        return
-    # Checks of a reference that scores rows during training
-    if isinstance(reference, str):
-        raise ValueError(f"reference={reference!r}: objective={objective} requires {needed}")
-    if not callable(getattr(reference, "score", None)) or getattr(reference, "generate", False):
-        raise ValueError(f"reference={type(reference).__name__} must have a score(rows) method and not generate")
-    if isinstance(reference, TransformersWrapper) and reference.model is getattr(actor_network, "model", None):
-        raise ValueError(
-            "reference scores with the model that is trained, so all log-ratios stay 0; pass a frozen copy"
-        )
-    ours, theirs = (getattr(scorer, "distribution", None) for scorer in (actor_network, reference))
-    if ours is not None and theirs is not None and ours != theirs:
-        raise ValueError(f"reference scores under {theirs}, actor_network under {ours}; give both the same")
+        return reduce(log_probs), reduce(log_probs - reference_log_probs(self.reference, rows, scored))
 
 
 class RewardModelLossOutput(LossOutput, TensorClass["nocast"]):

@@ -14,7 +14,8 @@ from torch import distributed
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.outcomes import final_return
-from torchrl_rloo.data.rows import entry_of, placeholder_rows, unbind_rows
+from torchrl_rloo.data.rows import entry_of, gather_actions, placeholder_rows, ragged, unbind_rows
+from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
 
 
 class LossOutput:
@@ -247,6 +248,44 @@ def check_actor(actor_network: Any) -> None:
         raise ValueError("actor_network generates text; pass actor_network.get_new_version(generate=False)")
     if getattr(getattr(actor_network, "distribution", None), "temperature", 1) == 0:
         raise ValueError("temperature=0 must be above 0: greedy sampling has no log-probs to train on")
+
+
+RECORDED = "recorded"
+
+
+def check_reference(actor_network: Any, user: str, reference: Any, needed: bool, *, recorded: bool = True) -> None:
+    """Raise if the reference of ``user`` is missing, unused, or not comparable with the policy."""
+    wanted = "a scorer such as frozen_reference(policy)" + (" or 'recorded'" if recorded else "")
+    if (reference is None) == needed:
+        must = f"requires a reference; set it to {wanted}" if reference is None else "ignores it; remove it"
+        raise ValueError(f"reference={reference!r:.80}: {user} {must}")
+    if reference is None or (reference == RECORDED and recorded):
+        return
+    # Checks of a reference that scores rows during training
+    if isinstance(reference, str):
+        raise ValueError(f"reference={reference!r}: {user} requires {wanted}")
+    if not callable(getattr(reference, "score", None)) or getattr(reference, "generate", False):
+        raise ValueError(f"reference={type(reference).__name__} must have a score(rows) method and not generate")
+    if isinstance(reference, TransformersWrapper) and reference.model is getattr(actor_network, "model", None):
+        raise ValueError(
+            "reference scores with the model that is trained, so all log-ratios stay 0; pass a frozen copy"
+        )
+    ours, theirs = (getattr(scorer, "distribution", None) for scorer in (actor_network, reference))
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ValueError(f"reference scores under {theirs}, actor_network under {ours}; give both the same")
+
+
+@torch.no_grad()
+def reference_log_probs(reference: Any, rows: TensorDictBase, scored: ScoredActions) -> torch.Tensor:
+    """Return the reference's log-probs ``[B, A]`` of scored rows, computed now or recorded on the rows."""
+    if reference != RECORDED:
+        return reference.score(rows).log_probs.to(scored.log_probs.device)
+    if keys.REF_LOG_PROBS in rows.keys(True):
+        return gather_actions(ragged(rows, keys.REF_LOG_PROBS), scored.actions)
+    raise KeyError(
+        f"reference='recorded' requires {keys.REF_LOG_PROBS} on rows, or the sub-rows of pairs; write them with "
+        "record_log_probs(reference, rows, log_probs=keys.REF_LOG_PROBS), or pass the reference"
+    )
 
 
 def is_on(coefficient: SupportsFloat) -> bool:

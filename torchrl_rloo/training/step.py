@@ -66,6 +66,7 @@ def accumulate(
     ranks: Ranks | None = None,
     rows_of: Callable[[TensorDictBase], TensorDictBase] | None = None,
     reduce: Literal["last_pass", "every_pass"] = "last_pass",
+    backward: bool = True,
 ) -> list[Any]:
     """Accumulate the gradient of one optimizer step's batch, one micro-batch at a time.
 
@@ -91,6 +92,7 @@ def accumulate(
             rows.
         reduce: ``"last_pass"`` reduces gradients over ranks once. ``"every_pass"`` reduces them in each pass, so that
             FSDP never holds the gradient of the whole model.
+        backward: False only computes the outputs, to evaluate the loss on held-out rows.
 
     Returns:
         Detached output of the loss for each micro-batch of all ranks, to be merged into metrics by
@@ -140,7 +142,8 @@ def accumulate(
         raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1; None takes all pairs")
     else:
         parts = batch.split(micro_batch_size or max(1, len(batch)))
-    return _backward(loss_fn, list(parts) or [batch], normalizers, ranks, reduce)
+    with nullcontext() if backward else torch.no_grad():
+        return _backward(loss_fn, list(parts) or [batch], normalizers, ranks, reduce)
 
 
 def _own_rows(
@@ -190,12 +193,15 @@ def _backward(
         part = parts[number] if number < len(parts) else _no_rows(parts[0])
         with nullcontext() if ranks is None else ranks.call(f"gradient, pass {number + 1} of {passes}"):
             output = loss_fn(part, normalizers)
+            if not torch.is_grad_enabled():
+                outputs.append(output)
+                continue
             if not output.loss.requires_grad:
                 raise ValueError("no parameter of the loss requires a gradient; build it on the model that is trained")
             # DDP and FSDP average over ranks, but the gradient is a sum over rows
             (output.loss * (1 if ranks is None else ranks.averaged)).backward()
         outputs.append(output.detach())
-    if ranks is not None and ranks.tensor_parallel > 1:
+    if ranks is not None and ranks.tensor_parallel > 1 and torch.is_grad_enabled():
         average_copies(loss_fn.parameters())
     if size == 1:
         return outputs
