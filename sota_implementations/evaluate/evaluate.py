@@ -7,6 +7,7 @@ Examples:
   evaluate.py compare=[outputs/evaluate/base,outputs/evaluate/trained]  only test the second result against the first
   evaluate.py task=gsm8k data.eval_source=test.jsonl model.name=... eval.num_samples=16 eval.ks=[1,4,16]
   evaluate.py inference=vllm inference.engine.dtype=bfloat16 model.name=...
+  evaluate.py task=gsm8k data.eval_source=train.jsonl data.eval_size=10000 eval.greedy=false filter.path=kept.jsonl
 """
 
 from __future__ import annotations
@@ -36,6 +37,23 @@ class ScoringConfig:
 
 
 @dataclass
+class FilterConfig:
+    """File of the prompts that the model solves sometimes, to train on."""
+
+    path: str | None = None  # .jsonl file of the kept prompts, their columns and pass_rate, for data.source; null: none
+    low: float = 0.05  # smallest pass rate that is kept: the mean score of the samples by the first scorer
+    high: float = 0.9  # largest pass rate that is kept
+
+    def __post_init__(self):
+        if self.path is None and (self.low, self.high) != (0.05, 0.9):
+            raise ValueError(f"filter.low={self.low} and filter.high={self.high} have no effect without filter.path")
+        if self.path is not None and not self.path.endswith(".jsonl"):
+            raise ValueError(f"filter.path={self.path} must end with .jsonl")
+        if not self.low <= self.high:
+            raise ValueError(f"filter.low={self.low} must be at most filter.high={self.high}")
+
+
+@dataclass
 class Config:
     """Settings of an evaluation."""
 
@@ -55,6 +73,7 @@ class Config:
     environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
     inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)  # engine; other settings have no effect
     eval: ScoringConfig = field(default_factory=ScoringConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
 
     unused: ClassVar = (
         "model.gradient_checkpointing",
@@ -72,6 +91,10 @@ class Config:
             raise ValueError(f"checkpoint={self.checkpoint} cannot be combined with an engine; set it to transformers")
         if self.lora is not None and self.checkpoint is None:
             raise ValueError("lora has no effect without checkpoint; name the adapter's folder in model.name")
+        if self.filter.path is not None and not (self.eval.num_samples and self.data.examples == 0):
+            raise ValueError(
+                "filter.path requires eval.num_samples above 0, and data.examples=0: prompts are kept as is"
+            )
 
 
 if __name__ == "__main__":  # parse before torch is imported, so --help and wrong settings respond at once
@@ -103,6 +126,7 @@ from torchrl_rloo.modules import (
 from torchrl_rloo.rewards import load_reward
 from torchrl_rloo.run.checkpoint import Checkpointer
 from torchrl_rloo.run.shards import restore_state
+from torchrl_rloo.runtime.files import make_folder, write_text
 
 
 def main(cfg: Config) -> None:
@@ -153,12 +177,30 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
         result = evaluation.run(keep_rows=asked.transcripts)
     # Write files and figures
     result.save(output, format=cfg.format)
+    if cfg.filter.path is not None:
+        write_kept(cfg.filter, result, prompts)
     if asked.transcripts:
         page = output / "transcripts.html"
         write_evaluation_transcripts(page, result, policy.tokenizer, title=result.settings.label)
     closing = {"prompts": len(prompts), "seconds": round(perf_counter() - started, 1), "result": str(output.resolve())}
     print(f"{result.summary()}\n{json.dumps(result.plain_metrics | closing)}", flush=True)
     return result
+
+
+def write_kept(wanted: FilterConfig, result: EvaluationResult, prompts: PromptDataset) -> None:
+    """Write the prompts with a pass rate in the range; samples on which the scorer abstained do not count."""
+    scores: dict[int, list[float]] = {}
+    for sample in result.samples:
+        score = sample.scores[result.settings.scorers[0]]
+        if sample.sample is not None and score is not None:
+            scores.setdefault(sample.prompt_id, []).append(score)
+    rates = {i: sum(each) / len(each) for i, each in sorted(scores.items())}
+    kept = [prompts[i] | {"pass_rate": rate} for i, rate in rates.items() if wanted.low <= rate <= wanted.high]
+    make_folder(Path(wanted.path).parent)
+    write_text(Path(wanted.path), "".join(json.dumps(row, default=str) + "\n" for row in kept))
+    hard = sum(rate < wanted.low for rate in rates.values())
+    counts = f"{hard} too hard, {len(rates) - len(kept) - hard} too easy, {len(prompts) - len(rates)} without a score"
+    print(f"kept {len(kept)} of {len(prompts)} prompts in {wanted.path}: {counts}")
 
 
 def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:

@@ -10,6 +10,7 @@ import pytest
 from support.recipes import run_recipe_here
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.embedded import addition_prompts
+from torchrl_rloo.envs.tasks import load_task
 from torchrl_rloo.evaluation.result import EvaluationResult
 
 pytestmark = pytest.mark.slow
@@ -69,6 +70,22 @@ def test_own_prompts_scorers_and_sampling(overrides, tmp_path):
     assert (output / "samples.jsonl").is_file() and "<html" in (output / "transcripts.html").read_text()
 
 
+def test_prompts_with_a_pass_rate_in_the_range_are_kept_to_train_on(overrides, tmp_path, capsys):
+    output, file = tmp_path / "out", tmp_path / "kept" / "some.jsonl"
+    limits = [f"filter.path={file}", "filter.low=0.25", "filter.high=0.75", "eval.greedy=false"]
+    run_recipe_here("evaluate", *overrides, *limits, f"output_dir={output}")
+    rates = {s.prompt_id: [] for s in EvaluationResult.load(output).samples}
+    for sample in EvaluationResult.load(output).samples:
+        rates[sample.prompt_id].append(sample.scores["score"])
+    expected = {i: sum(each) / 4 for i, each in rates.items() if 0.25 <= sum(each) / 4 <= 0.75}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["pass_rate"] for row in rows] == list(expected.values()) and 0 < len(rows) < 12
+    assert f"kept {len(rows)} of 12 prompts" in capsys.readouterr().out
+    held_out = {row["query"][1]["content"]: row["answer"] for row in addition_prompts("test")}
+    for row in load_task("gsm8k").load_held_out(str(file), row_map="builtins.dict"):
+        assert held_out[row["query"][-1]["content"]] == row["answer"] and row["query"][0]["role"] == "system"
+
+
 @pytest.mark.parametrize("held_out", [False, True])
 def test_examples_stand_before_the_prompts(overrides, tmp_path, held_out):
     rows = [{"prompt": f"What is {n}+1?", "answer": str(n + 1)} for n in range(10, 20)]
@@ -111,6 +128,10 @@ def test_vllm_samples_the_same_greedy_completions(overrides, first, fork_server,
         (["inference.parity_every=3"], "inference.parity_every has no effect in this recipe"),
         (["inference=vllm", "model.dtype=bfloat16"], "model.dtype has no effect with an engine"),
         (["eval.batch_size=0"], "batch_size=0 must be at least 1"),
+        (["filter.low=0.2"], "have no effect without filter.path"),
+        (["filter.path=kept.csv"], "must end with .jsonl"),
+        (["filter.path=a.jsonl", "filter.low=0.95"], "must be at most filter.high=0.9"),
+        (["filter.path=a.jsonl", "eval.num_samples=0", "eval.ks=[]"], "filter.path requires eval.num_samples"),
     ],
     ids=lambda v: v[0] if isinstance(v, list) else "",
 )
