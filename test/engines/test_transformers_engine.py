@@ -105,6 +105,16 @@ def test_samples_are_the_models(engine: TransformersEngine, bpe, distribution, s
         assert sample.versions == [0] * len(sample.tokens)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rows_are_scored_id_by_id(engine: TransformersEngine, temperature: float) -> None:
+    for row, scores in zip(PROMPTS, engine.score(PROMPTS, temperature), strict=True):
+        d = SamplingDistribution(temperature)
+        expected = [0.0, *(expected_log_probs(engine.model, row[:n], d)[row[n]].item() for n in range(1, len(row)))]
+        assert scores == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(EngineError, match="the prompt of request 1 is empty"):
+        engine.score([[1], []])
+
+
 def test_greedy_takes_the_likeliest_and_has_log_probs_of_0(engine: TransformersEngine) -> None:
     for request, sample in zip(
         requests(), engine.generate(requests(distribution=SamplingDistribution(temperature=0))), strict=True

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from support.engines import GROUP
+from support.engines import GROUP, check_scores
 from support.faults import Flipped, Interfering
 from support.fork_server import ForkServer
 from support.processes import is_gone, wait_until_gone
@@ -110,6 +110,10 @@ def test_a_refused_request_affects_no_other(engine: AsyncVLLMEngine, request_: R
     with pytest.raises(EngineError, match=words):
         engine.submit(request_).result(PATIENT)
     assert len(other.result(PATIENT).tokens) == 12
+
+
+def test_rows_are_scored_as_by_the_model(engine: AsyncVLLMEngine, models: list[PreTrainedModel]):
+    check_scores(engine, models[0])
 
 
 def test_abort_returns_what_there_is(engine: AsyncVLLMEngine, models: list[PreTrainedModel], running, deviation):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from support.engines import GROUP, VLLMEngines
+from support.engines import GROUP, VLLMEngines, check_scores
 from support.waiting import PATIENCE, in_thread
 from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request
@@ -104,6 +104,10 @@ def test_log_probs_are_exact_for_a_large_vocabulary(make_vllm_engine: Callable[.
         logits = model(torch.tensor([[*PROMPTS[2], *sample.tokens]])).logits[0, len(PROMPTS[2]) - 1 : -1]
     exact = logits.double().log_softmax(-1).gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
     assert (exact - torch.tensor(sample.log_probs)).abs().max() < EXACT
+
+
+def test_rows_are_scored_as_by_the_model(engine: VLLMEngine, models: list[PreTrainedModel]):
+    check_scores(engine, models[0])
 
 
 def test_greedy_takes_the_most_likely_token(engine: VLLMEngine, models: list[PreTrainedModel]):

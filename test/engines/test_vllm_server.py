@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from support.engines import check_scores
 from support.faults import FlippedFile
 from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
@@ -124,6 +125,10 @@ def test_samples_are_of_the_model_whatever_else_runs(engine: VLLMServer, models:
     assert engine.generate(many)[:4] == samples
     assert (engine.version, engine.start_count, engine.world_size) == (0, 0, 1)
     engine.check_health()
+
+
+def test_rows_are_scored_as_by_the_model(engine: VLLMServer, models: list[PreTrainedModel]):
+    check_scores(engine, models[0])
 
 
 def test_distributions_limits_and_stops(

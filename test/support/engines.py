@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from support.checkpoints import save_checkpoint
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine
+from torchrl_rloo.engines import AsyncVLLMEngine, EngineError, TransformersEngine, VLLMEngine
 from torchrl_rloo.engines.vllm_base import VLLMEngineBase
 from torchrl_rloo.weight_update import WeightPublisher
 
@@ -121,3 +121,15 @@ def _reset(engine: VLLMEngineBase, model: PreTrainedModel) -> VLLMEngineBase:
     if engine.version or engine._adapter or engine.failed_version is not None:
         WeightPublisher(model, engine).initialize()  # under version 0
     return engine
+
+
+def check_scores(engine: VLLMEngineBase, model: PreTrainedModel) -> None:
+    """Check that an engine scores rows as the model does."""
+    rows = [[5], [7, 8, 9], [40 + i % 200 for i in range(70)]]
+    with TransformersEngine(model) as own:
+        for found, expected in zip(engine.score(rows), own.score(rows), strict=True):
+            assert found == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(EngineError, match="temperature=0.5 must be 1"):
+        engine.score(rows, temperature=0.5)
+    with pytest.raises(EngineError, match="a row to score is empty"):
+        engine.score([[]])

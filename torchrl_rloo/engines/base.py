@@ -161,6 +161,13 @@ class Sampler(ABC):
             EngineError: if the engine is closed or asleep, its last update failed half-way, or it refuses a request.
         """
 
+    def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """Return the log-prob of each id of each row given the ids before it, in nats; 0 for the first id of a row.
+
+        Logits are divided by ``temperature``, which must be 1 in vLLM engines, and are neither truncated nor penalized.
+        """
+        raise EngineError(f"{type(self).__name__} cannot score rows; use a TransformersEngine or one vLLM engine")
+
 
 class Engine(Sampler, WeightTarget):
     """Base of engines, which sample turns, receive weight updates, sleep, die and restart.
@@ -322,6 +329,9 @@ class BatchedEngine(AsyncEngine):
         future: Future[Sample] = Future()
         self._requests.put((request, future))
         return future
+
+    def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        return self.sampler.score(rows, temperature)
 
     def load(self) -> EngineLoad:
         """Return the work inside; running requests count their tokens once they have finished."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.base import (
     Engine,
     EngineError,
@@ -21,7 +22,9 @@ from torchrl_rloo.engines.base import (
     check_in_flight,
 )
 from torchrl_rloo.engines.generation import generate, model_stop_ids
-from torchrl_rloo.engines.head import current_head, find_head
+from torchrl_rloo.engines.head import current_head, find_head, score_positions
+from torchrl_rloo.functional.products import fast_layers
+from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.images.encoder import encoder_of
 from torchrl_rloo.weight_update.protocol import (
     OpenUpdate,
@@ -153,6 +156,19 @@ class TransformersEngine(Engine):
             Sample(t.tokens.tolist(), t.log_probs.tolist(), finish[t.truncated], [self.version] * len(t.tokens))
             for t in turns
         ]
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        for number, row in enumerate(rows):
+            self._check_request(number, Request(row, 1, 0))
+        scored = [torch.arange(len(row)) > 0 for row in rows]
+        with self._exclusive(self.request_timeout), fast_layers(self.model):
+            self._check(ready=True)
+            self.head = current_head(self.model, self.head, warn=False)
+            ids, positions = (pad(part).to(self.model.device) for part in ([torch.tensor(r) for r in rows], scored))
+            distribution = SamplingDistribution(temperature)
+            found = score_positions(self.model, self.head, ids, positions, distribution, entropy=False).log_probs
+        return [[0.0, *values.tolist()] for values in found.cpu().split([len(row) - 1 for row in rows])]
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
         """Do one step of a weight update, as :meth:`WeightTarget.update_weights` describes; adapters are refused.

@@ -220,6 +220,27 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
     }
 
 
+def scoring_arguments(row: Sequence[int], temperature: float) -> dict[str, Any]:
+    """Return arguments of ``SamplingParams`` that score a row as a prompt, which vLLM does at temperature 1 only."""
+    if temperature != 1:
+        raise EngineError(
+            f"temperature={temperature} must be 1: vLLM returns log-probs of prompts without a temperature; score with "
+            "a TransformersEngine"
+        )
+    if not row:
+        raise EngineError("a row to score is empty; pass at least one id")
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+def prompt_scores(row: Sequence[int], entries: Sequence[Mapping[Any, Any] | None]) -> list[float]:
+    """Return the log-probs of a row's ids from vLLM's entries by id, of objects or of JSON; 0 for the first."""
+    scores = [0.0]
+    for token, entry in zip(row[1:], entries[1:], strict=True):
+        found = entry[token] if token in entry else entry[str(token)]
+        scores.append(found["logprob"] if isinstance(found, dict) else found.logprob)
+    return scores
+
+
 def short_prompt(request: Request) -> list[int]:
     """Return the prompt as vLLM takes it, which replaces a placeholder by the tokens of each image."""
     prompt, done = [], 0

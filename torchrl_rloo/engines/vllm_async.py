@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import weakref
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import wait
 from itertools import count
 from multiprocessing import connection
@@ -27,6 +27,7 @@ from torchrl_rloo.engines.vllm_api import (
     engine_arguments,
     model_stop_ids,
     prompt_arguments,
+    prompt_scores,
     require_vllm,
     sample_from_output,
     sampling_arguments,
@@ -152,8 +153,15 @@ class AsyncVLLMEngine(LoopEngine):
         self._core.close(error, **options)
 
     async def _sample(self, request: Request) -> Sample:
-        output = await self._core.ask(self._core.complete(request, str(next(self._ids)), self._adapter))
-        return sample_from_output(request, output)
+        prompt = await asyncio.to_thread(prompt_arguments, request) if request.images else prompt_arguments(request)
+        return sample_from_output(request, await self._complete(prompt, sampling_arguments(request)))
+
+    async def _score(self, row: Sequence[int], arguments: dict[str, Any]) -> list[float]:
+        output = await self._complete({"prompt_token_ids": list(row)}, arguments)
+        return prompt_scores(row, output.prompt_logprobs)
+
+    async def _complete(self, prompt: dict[str, Any], arguments: dict[str, Any]) -> Any:
+        return await self._core.ask(self._core.complete(prompt, arguments, str(next(self._ids)), self._adapter))
 
     async def _pause_engine(self, mode: str) -> None:
         await self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=True))
@@ -254,13 +262,12 @@ class Core:
         reason = f"{type(error).__name__}: {error}{self._log_tail()}"
         raise EngineError(f"vLLM does not start with model={os.fspath(self._model)!r}: {reason}") from error
 
-    async def complete(self, request: Request, name: str, adapter: Any) -> Any:
-        """Return the finished ``RequestOutput`` of a request."""
+    async def complete(self, prompt: dict[str, Any], arguments: dict[str, Any], name: str, adapter: Any) -> Any:
+        """Return the finished ``RequestOutput`` of a prompt and of arguments of ``SamplingParams``."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**sampling_arguments(request), output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = await asyncio.to_thread(prompt_arguments, request) if request.images else prompt_arguments(request)
+        params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
         async for output in self.llm.generate(prompt, params, name, lora_request=adapter):
             last = output
         return last

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from torchrl_rloo.engines.base import (
     WeightStep,
     check_in_flight,
 )
-from torchrl_rloo.engines.vllm_api import PAUSE_MODES
+from torchrl_rloo.engines.vllm_api import PAUSE_MODES, scoring_arguments
 from torchrl_rloo.runtime.event_loop import EventLoop
 
 T = TypeVar("T")
@@ -226,6 +226,10 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         """Sample one request."""
 
     @abstractmethod
+    async def _score(self, row: Sequence[int], arguments: dict[str, Any]) -> list[float]:
+        """Score one row with arguments of :func:`scoring_arguments`."""
+
+    @abstractmethod
     async def _pause_engine(self, mode: str) -> None:
         """Pause sampling in one of vLLM's modes and drop all caches."""
 
@@ -260,7 +264,17 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         return self._long_calls > 0
 
     def submit(self, request: Request) -> Future[Sample]:
-        return self._loop.start(self._sample_in_time(request))
+        return self._loop.start(self._in_time(lambda: self._sample(request)))
+
+    def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        arguments = [scoring_arguments(row, temperature) for row in rows]
+        work = [partial(self._score, *pair) for pair in zip(rows, arguments, strict=True)]
+        futures = [self._loop.start(self._in_time(one)) for one in work]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
 
     def check_health(self, timeout: float = 10.0) -> None:
         """Call all workers. During a step of an update, sleep() or wake(), that call's time limit applies instead."""
@@ -327,8 +341,8 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         if paused:
             self._loop.call(self._pause_engine("abort"), self.request_timeout, "pause()")
 
-    async def _sample_in_time(self, request: Request) -> Sample:
-        """Sample a request, unless it reaches its deadline first."""
+    async def _in_time(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do the work of a request outside of pauses, unless it reaches its deadline first."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         deadline, late = self._clock.read() + self.request_timeout, False
 
@@ -347,7 +361,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
             self._check(ready=True)  # an update may have failed during the wait, or the engine may sleep
             self._in_engine += 1
             try:
-                return await self._sample(request)
+                return await work()
             finally:
                 self._in_engine -= 1
         except asyncio.CancelledError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from threading import Condition, get_ident
@@ -27,9 +27,11 @@ from torchrl_rloo.engines.vllm_api import (
     model_stop_ids,
     preserve_random_states,
     prompt_arguments,
+    prompt_scores,
     require_vllm,
     sample_from_output,
     sampling_arguments,
+    scoring_arguments,
     vllm_environment,
 )
 from torchrl_rloo.engines.vllm_base import VLLMEngineBase
@@ -93,16 +95,27 @@ class VLLMEngine(VLLMEngineBase):
         return self.llm.llm_engine.vllm_config.parallel_config.world_size
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        outputs = self._run(lambda: [(prompt_arguments(r), sampling_arguments(r)) for r in requests])
+        return [sample_from_output(r, o) for r, o in zip(requests, outputs, strict=True)]
+
+    def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        prompts = lambda: [({"prompt_token_ids": list(row)}, scoring_arguments(row, temperature)) for row in rows]  # noqa: E731
+        return [prompt_scores(row, o.prompt_logprobs) for row, o in zip(rows, self._run(prompts), strict=True)]
+
+    def _run(self, make: Callable[[], list[tuple[dict[str, Any], dict[str, Any]]]]) -> list[Any]:
+        """Return vLLM's outputs for prompts and the arguments of their sampling parameters."""
         from vllm import SamplingParams
 
         with self._turn:
             self._wait_until_resumed()
             self._check(ready=True)
             try:
-                params = [SamplingParams(**sampling_arguments(r)) for r in requests]
-                prompts = [prompt_arguments(r) for r in requests]
+                made = make()
+                params = [SamplingParams(**arguments) for _, arguments in made]
                 with preserve_random_states():
-                    outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
+                    return self.llm.generate(
+                        [prompt for prompt, _ in made], params, use_tqdm=False, lora_request=self._adapter
+                    )
             except BaseException as error:
                 # An engine that stopped between two steps cannot continue
                 if self.llm.llm_engine.has_unfinished_requests():
@@ -111,7 +124,6 @@ class VLLMEngine(VLLMEngineBase):
                     raise
                 kind, verb = (EngineDeadError, "failed when sampling") if self._death else (EngineError, "refused")
                 raise kind(f"vLLM {verb}: {_text(error)}") from error
-        return [sample_from_output(r, o) for r, o in zip(requests, outputs, strict=True)]
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
         check_in_flight(in_flight)

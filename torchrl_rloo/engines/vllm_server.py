@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from os import PathLike
@@ -27,6 +27,7 @@ from torchrl_rloo.engines.vllm_api import (
     complete_arguments,
     load_images,
     process_variables,
+    prompt_scores,
     sample_from_reply,
     sampling_arguments,
     short_prompt,
@@ -230,6 +231,13 @@ class VLLMServer(LoopEngine):
         sample = sample_from_reply(request, reply)
         self._tokens += len(sample.tokens)
         return sample
+
+    async def _score(self, row: Sequence[int], arguments: dict[str, Any]) -> list[float]:
+        body = {"token_ids": list(row), "sampling_params": arguments}
+        if self._adapter is not None:
+            body["model"] = self._adapter
+        reply = await self._http.post("/inference/v1/generate", None, body, repeat=True)
+        return prompt_scores(row, reply["prompt_logprobs"])
 
     async def _pause_engine(self, mode: str) -> None:
         await self._http.post("/pause", None, params={"mode": mode, "clear_cache": "true"})
