@@ -46,10 +46,10 @@ def new_figure(number: int) -> tuple:
     return figure, panels[0]
 
 
-def draw(path: Path, runs: list[Path]) -> None:
-    """Draw one panel for each curve that the runs have, a line for each run."""
+def draw(path: Path, runs: list[Path], curves: list[str] | None = None) -> None:
+    """Draw one panel for each curve, or each of ``CURVES`` that the runs have, a line for each run."""
     histories = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
-    names = [name for name in CURVES if any(name in row for row in histories[0])]
+    names = curves or [name for name in CURVES if any(name in row for row in histories[0])]
     figure, panels = new_figure(len(names))
     for panel, name in zip(panels, names, strict=True):
         for history, run, color in zip(histories, runs, COLORS, strict=False):
@@ -72,5 +72,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("picture", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--curves", nargs="+", help="names of metrics")
     args = parser.parse_args()
-    draw(args.picture, args.runs)
+    draw(args.picture, args.runs, args.curves)

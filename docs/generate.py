@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ("rloo", "sft", "preference", "reward_model", "evaluate")
+RECIPES = ("rloo", "simple", "ppo", "distill", "sft", "preference", "reward_model", "evaluate")
 TUTORIALS = (
     "first_loop",
     "own_data_and_reward",

@@ -179,6 +179,8 @@ def test_commands_have_settings_that_exist(page: Path, tmp_path: Path, monkeypat
         if arguments[1:2] == ["--on-ray"]:
             del arguments[1 : 4 if arguments[2] == "--resources" else 2]
         if program == "torchrl-rloo" and arguments[0] in ("run", "cp", "check", "evaluate"):
+            if arguments[0] == "cp" and len(arguments) == 2:  # no recipe is named
+                arguments.insert(1, "simple")
             recipe, given = ("evaluate", arguments[1:]) if arguments[0] == "evaluate" else (arguments[1], arguments[2:])
             given = [*RECIPES[recipe][1:], *(given[1:] if arguments[0] == "cp" else given)]
             settings(recipe, *given)  # raises what is wrong

@@ -100,17 +100,6 @@ def test_the_notebook_has_cells(name):
     assert kinds.count("") >= 5 and kinds[-1] == " [markdown]" and "\n# ## What to try next\n" in source
 
 
-def test_ppo_runs(run):
-    stdout = run(
-        edited(
-            "ppo.py",
-            steps=("STEPS, PROMPTS, COMPLETIONS, PASSES = 40, 32", "STEPS, PROMPTS, COMPLETIONS, PASSES = 2, 8"),
-        )
-    )
-    assert len(rewards_of(stdout)) == 2
-    assert len(re.findall(r"explained variance -?\d", stdout)) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 def test_minimal_async_keeps_its_bound(run):

@@ -70,7 +70,7 @@ def test_help_of_a_recipe_names_the_command(capsys, name):
     [
         (["rnu"], 1, "unknown command rnu (did you mean 'run'?)"),
         (["run", "rlo"], 1, "unknown recipe rlo (did you mean 'rloo'"),
-        (["run", "task=gsm8k"], 1, "unknown recipe task=gsm8k; name a file, or one of rloo, rloo_tools"),
+        (["run", "task=gsm8k"], 1, "unknown recipe task=gsm8k; name a file, or one of simple, rloo, rloo_tools"),
         (["run", "rloo", "model.nam=x"], 1, "unknown setting model.nam: did you mean model.name?"),
         (["run", "rloo", "seed=one"], 1, "seed=one must be an integer"),
         (["evaluate", "eval.num_sample=3"], 1, "unknown setting eval.num_sample: did you mean eval.num_samples?"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrl.objectives.utils import _clip_value_loss
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from torchrl_rloo.functional.returns import (
@@ -156,6 +157,12 @@ def test_the_loss_equals_a_slow_loop(triples, epsilon):
         expected.append(max((v - target) ** 2, (clipped - target) ** 2) / 2)
     v, old, target = torch.tensor(triples, dtype=torch.float64).T
     assert clipped_value_loss(v, old, target, epsilon).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_value_loss_is_half_that_of_torchrl():
+    values, old, targets = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    theirs, _ = _clip_value_loss(old, values, torch.tensor(0.2), targets, (values - targets).square(), "l2")
+    torch.testing.assert_close(clipped_value_loss(values, old, targets, 0.2), theirs / 2)
 
 
 def test_gradients_are_those_of_finite_differences():

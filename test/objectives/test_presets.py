@@ -392,7 +392,9 @@ def test_numbers_that_a_run_gives_may_be_set():
     ("settings", "message"),
     [
         ({"name": "grop"}, r"algorithm='grop' is unknown \(did you mean 'grpo'.*; valid: (?!.*ppo').*'rloo'"),
-        ({"name": "ppo"}, "algorithm='ppo' needs a critic.*tutorials/ppo.py"),
+        ({"name": "ppo"}, "algorithm='ppo' needs a critic.*torchrl-rloo run ppo"),
+        ({"name": "rloo", "critic": True}, "algorithm='rloo' has no critic; use torchrl-rloo run rloo"),
+        ({"name": "ppo", "critic": True, "advantage": {"estimator": "rloo"}}, "advantage.estimator is unknown"),
         ({"loss": {"rato": "token"}}, r"loss.rato is unknown \(did you mean 'ratio'"),
         ({"loss": {"clip_epsilon": 0.2}}, "loss.clip_epsilon is unknown"),
         ({"advantage": {"estimatr": "rloo"}}, r"advantage.estimatr is unknown \(did you mean 'estimator'\?\)"),

@@ -126,7 +126,7 @@ EARLY = [  # refused before torch is imported
     ("environment.max_turn=3", "did you mean environment.max_turns?"),
     ("environment.on_time_limit=abstian", "environment.on_time_limit=abstian: unknown (did you mean 'abstain'"),
     ("algorithm=grppo", "algorithm=grppo: unknown (did you mean 'grpo'"),
-    ("algorithm=ppo", "use tutorials/ppo.py"),
+    ("algorithm=ppo", "use torchrl-rloo run ppo"),
     ("data.source=nowhere.jsonl", "data.source='nowhere.jsonl' is neither a local file or directory"),
     ("data.eval_source=./other", "data.eval_source='./other' is neither"),
     ("model.name=/no/such/model", "model.name='/no/such/model' is neither"),

@@ -19,7 +19,8 @@ from torchrl_rloo.ray import RayEngine
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher
 
-CONFIGS = {name: load_recipe(name).Config for name in ("rloo", "sft", "preference", "evaluate", "reward_model")}
+NAMES = ("rloo", "simple", "ppo", "distill", "sft", "preference", "evaluate", "reward_model")
+CONFIGS = {name: load_recipe(name).Config for name in NAMES}
 SETTINGS = {name for config in CONFIGS.values() for name in known_settings(config)}
 ENGINES = (VLLMEngine, AsyncVLLMEngine, VLLMServer, RayEngine)
 ARGUMENTS = {  # of what takes the keys of a free mapping

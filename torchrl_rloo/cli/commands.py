@@ -22,7 +22,7 @@ EXAMPLES = {
     "": """
   torchrl-rloo run rloo                                  train the built-in model on the built-in task, on the CPU
   torchrl-rloo run rloo task=gsm8k model.name=my/model model.device=cuda
-  torchrl-rloo cp rloo mine.py                           copy the recipe and its settings, to edit them
+  torchrl-rloo cp mine.py                                copy the loop of 100 lines and its settings, to edit them
   torchrl-rloo evaluate model.name=outputs/rloo/addition/seed0/model""",
     "ls": """
   torchrl-rloo ls""",
@@ -30,13 +30,15 @@ EXAMPLES = {
   torchrl-rloo run rloo --help-all                       list all settings of the recipe
   torchrl-rloo run rloo plan.steps=10 seed=1
   torchrl-rloo run rloo_tools                            train the built-in model to call a tool
+  torchrl-rloo run ppo                                   train with a critic; distill: learn from a teacher
   torchrl-rloo run rloo_agent                            train an agent that calls an OpenAI-compatible endpoint
   torchrl-rloo run mine.py optimizer.lr=1e-5             run your copy
   torchrl-rloo run --ranks 4 rloo train.parallel=fsdp    train on four GPUs of this machine
   torchrl-rloo run rloo inference=ray_vllm inference.replicas=8 ray.address=auto    sample on a Ray cluster
   torchrl-rloo run --ranks 4 --on-ray --resources GPU=1 rloo train.parallel=fsdp inference=ray_vllm""",
     "cp": """
-  torchrl-rloo cp rloo mine.py                           write mine.py (the recipe) and mine.yaml (its settings)
+  torchrl-rloo cp mine.py                                write mine.py (simple, 100 lines) and mine.yaml (settings)
+  torchrl-rloo cp rloo mine.py                           copy another recipe; this one has every feature
   torchrl-rloo cp rloo mine.py task=gsm8k model.name=my/model
   python mine.py                                         run the copy, like torchrl-rloo run mine.py""",
     "plan": """

@@ -20,10 +20,13 @@ from torchrl_rloo.cli.watch import add_watch_options, watch
 from torchrl_rloo.runtime.lookup import did_you_mean
 
 RECIPES = {  # file in the recipes folder, then arguments that precede the user's
+    "simple": ("simple/simple.py",),
     "rloo": ("rloo/rloo.py",),
     "rloo_tools": ("rloo/rloo.py", "--config", "rloo_tools"),
     "rloo_agent": ("rloo/rloo.py", "--config", "rloo_agent"),
     "rloo_gemma": ("rloo/rloo.py", "--config", "rloo_gemma"),
+    "ppo": ("ppo/ppo.py",),
+    "distill": ("distill/distill.py",),
     "sft": ("sft/sft.py",),
     "preference": ("preference/preference.py",),
     "reward_model": ("reward_model/reward_model.py",),
@@ -42,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[:1] == ["plan"]:  # settings may stand on both sides of its options
         arguments, settings = parser.parse_known_args(argv)
         return plan(settings=settings, **{name: v for name, v in vars(arguments).items() if name != "command"})
+    if argv[:1] == ["cp"] and [a.endswith(".py") for a in argv[1:3] if "=" not in a] == [True]:
+        argv.insert(1, "simple")  # no recipe is named
     more = argv.index("--") if argv[:1] == ["serve"] and "--" in argv else len(argv)
     arguments = vars(parser.parse_args(argv[:more]))
     command = arguments.pop("command")
@@ -227,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     made["run"].add_argument(
         "--resources", metavar="CPU=1,GPU=1", help="resources of each of these actors; default: CPU=1"
     )
-    made["cp"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
+    made["cp"].add_argument("recipe", help="name from torchrl-rloo ls, or a file; without one: simple")
     made["cp"].add_argument("target", help="file to write, e.g. mine.py")
     made["check"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
     for name in ("run", "cp", "check"):

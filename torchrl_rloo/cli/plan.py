@@ -30,8 +30,8 @@ def load_recipe(file: Path) -> Any:
     """Import a recipe without running it, and return its module."""
     recipe = import_recipe(file, "planned_recipe")
     config = getattr(recipe, "Config", None)
-    if config is None or "plan.num_generations" not in known_settings(config):
-        raise ValueError(f"{file.name} samples no groups, so it cannot be planned or checked; use rloo or a copy of it")
+    if config is None or "algorithm" not in known_settings(config):
+        raise ValueError(f"{file.name} has no algorithm, so it cannot be planned or checked; use rloo or a copy of it")
     return recipe
 
 

@@ -28,18 +28,16 @@ Algorithm = Annotated[
     OneOf(  # objectives.PRESETS without those that train a critic
         *("rloo", "rloo_trl", "rloo_openrlhf", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp"),
         "reinforce_pp_baseline",
-        ppo="it needs a critic, which recipes do not train; use tutorials/ppo.py",
+        ppo="it needs a critic, which this recipe does not train; use torchrl-rloo run ppo",
     ),
 ]
 
 
 @dataclass
-class RLOOConfig(c.RunConfig):
-    """Settings of RLOO training."""
+class LoopConfig(c.RunConfig):
+    """Settings of every recipe that samples groups in conversations and trains on them."""
 
-    algorithm: Algorithm = "rloo_trl"  # method: rloo, rloo_trl, grpo, dr_grpo, dapo, gspo, cispo, ...
     loss: dict[str, Any] = field(default_factory=dict)  # arguments of RLOOLoss that replace the algorithm's
-    advantage: dict[str, Any] = field(default_factory=dict)  # arguments of MCAdvantage that replace the algorithm's
     lora: Any = None  # arguments of peft.LoraConfig, or {adapter: folder} of a saved one; null: train all weights
     task: c.TaskConfig = field(default_factory=c.TaskConfig)
     model: c.ModelConfig = field(default_factory=c.ModelConfig)
@@ -49,17 +47,75 @@ class RLOOConfig(c.RunConfig):
     generate: c.GenerateConfig = field(default_factory=c.GenerateConfig)
     environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
     reward: s.RewardConfig = field(default_factory=s.RewardConfig)
-    kl: s.KLConfig = field(default_factory=s.KLConfig)
-    reference: s.ReferenceConfig = field(default_factory=s.ReferenceConfig)
     optimizer: c.OptimizerConfig = field(default_factory=c.OptimizerConfig)
     schedule: c.ScheduleConfig = field(default_factory=c.ScheduleConfig)
     sampler: sampling.SamplerConfig = field(default_factory=sampling.SamplerConfig)
     collector: sampling.CollectorConfig = field(default_factory=sampling.CollectorConfig)
     inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)
+    eval: s.EvalConfig = field(default_factory=s.EvalConfig)
+
+    common: ClassVar[tuple[str, ...]] = (  # what --help lists; --help-all lists the rest
+        *("seed", "resume", "output_dir", "lora", "task.name", "model.name", "model.device", "data.source"),
+        *("plan.steps", "plan.prompts_per_step", "plan.num_generations", "plan.minibatches", "plan.micro_batch_size"),
+        *("train.parallel", "generate.max_new_tokens", "reward.functions", "optimizer.lr", "eval.every", "log.loggers"),
+    )
+
+    def __post_init__(self):
+        c.check_lora(self.lora)
+        check_model(self.model, self.train, self.lora)
+        check_sampling(self)
+        check_ranks(self)
+        check_offload(self)
+
+    @property
+    def sampled_dtype(self) -> str | None:
+        """Data type that the engine computes in: its own, or that of the weights that it gets."""
+        engine = self.inference.arguments.get("dtype")
+        return (self.sampler.dtype or self.model.dtype) if engine == "float32" else engine
+
+    def check_before_loading(self) -> None:
+        """Raise what a run would raise late: other settings than its checkpoint's, objects that cannot be built."""
+        self.check_resumable()
+        self.inference.check_transport()
+        self.check_optimizer(self.plan.optimizer_steps)
+
+    def make_task(self) -> TaskBase:
+        """Return the task; the user's own prompts and rewards replace the default one."""
+        from torchrl_rloo.envs.tasks.base import EMBEDDED
+        from torchrl_rloo.envs.tasks.registry import CUSTOM
+
+        own = self.data.source not in (None, EMBEDDED) and self.reward.functions is not None
+        return CUSTOM if own and self.task.name == c.TaskConfig.name else self.task.make()
+
+    def share(
+        self,
+        ranks: Ranks,
+        source: GroupSource | None,
+        updater: WeightUpdater,
+        *,
+        sampler: nn.Module | None,
+        add_kl: Callable[..., Any] | None,
+    ) -> SharedSource:
+        """Share the rows of rank 0's source with all ranks, which score them with ``add_kl`` unless it is None."""
+        from torchrl_rloo.collectors import SharedSource
+
+        itself = sampler if self.inference.engine is None and self.sampler.share_weights else None
+        offloaded = sampler if self.sampler.offload and ranks.is_main else None
+        finish = add_kl and partial(add_kl, ranks=ranks)
+        return SharedSource(ranks, source, updater, sampler=itself, offloaded=offloaded, finish=finish)
+
+
+@dataclass
+class RLOOConfig(LoopConfig):
+    """Settings of RLOO training."""
+
+    algorithm: Algorithm = "rloo_trl"  # method: rloo, rloo_trl, grpo, dr_grpo, dapo, gspo, cispo, ...
+    advantage: dict[str, Any] = field(default_factory=dict)  # arguments of MCAdvantage that replace the algorithm's
+    kl: s.KLConfig = field(default_factory=s.KLConfig)
+    reference: s.ReferenceConfig = field(default_factory=s.ReferenceConfig)
     ray: sampling.RayConfig = field(default_factory=sampling.RayConfig)
     curriculum: sampling.CurriculumConfig = field(default_factory=sampling.CurriculumConfig)
     rollouts: sampling.RolloutsConfig = field(default_factory=sampling.RolloutsConfig)
-    eval: s.EvalConfig = field(default_factory=s.EvalConfig)
     check: s.CheckConfig = field(default_factory=s.CheckConfig)
 
     common: ClassVar[tuple[str, ...]] = (  # what --help lists; --help-all lists the rest
@@ -74,20 +130,11 @@ class RLOOConfig(c.RunConfig):
     )
 
     def __post_init__(self):
-        c.check_lora(self.lora)
-        check_model(self.model, self.train, self.lora)
-        check_sampling(self)
-        check_ranks(self)
-        check_offload(self)
+        super().__post_init__()
+        check_cache(self)
         check_ray(self)
         check_stored(self)
         check_reference(self)
-
-    @property
-    def sampled_dtype(self) -> str | None:
-        """Data type that the engine computes in: its own, or that of the weights that it gets."""
-        engine = self.inference.arguments.get("dtype")
-        return (self.sampler.dtype or self.model.dtype) if engine == "float32" else engine
 
     def connect(self, ranks: Ranks) -> AbstractContextManager:
         """Connect all ranks to one Ray cluster if the engines are its actors; rank 0 starts a local one if need be."""
@@ -98,23 +145,9 @@ class RLOOConfig(c.RunConfig):
         return ray_session(self.ray.address, ranks=ranks, **self.ray.local(self.inference.replicas))
 
     def check_before_loading(self) -> None:
-        """Refuse what a run would refuse late: other settings than its checkpoint's, and objects that cannot be built.
-
-        Raises:
-            ValueError: with the setting and the remedy.
-        """
-        self.check_resumable()
-        self.inference.check_transport()
+        """Refuse what a run would refuse late, the user's own checks included; see the base class."""
         self.check.load_own()
-        self.check_optimizer(self.plan.optimizer_steps)
-
-    def make_task(self) -> TaskBase:
-        """Return the task; the user's own prompts and rewards replace the default one."""
-        from torchrl_rloo.envs.tasks.base import EMBEDDED
-        from torchrl_rloo.envs.tasks.registry import CUSTOM
-
-        own = self.data.source not in (None, EMBEDDED) and self.reward.functions is not None
-        return CUSTOM if own and self.task.name == c.TaskConfig.name else self.task.make()
+        super().check_before_loading()
 
     def make_method(self, reward_weights: list[float]) -> Preset:
         """Return the arguments of loss, advantages and KL: the algorithm's, with those of the settings."""
@@ -150,40 +183,14 @@ class RLOOConfig(c.RunConfig):
         notes = {"rewards": rewards.names, "functions": self.reward.functions, "weights": rewards.weights}
         return notes | {"clip_range": rewards.clip_range, "generate": non_null_fields(self.generate)}
 
-    def share(
-        self,
-        ranks: Ranks,
-        source: GroupSource | None,
-        updater: WeightUpdater,
-        *,
-        sampler: nn.Module | None,
-        add_kl: Callable[..., Any] | None,
-    ) -> SharedSource:
-        """Share rank 0's source with all ranks: its rows, or on Ray references of which each rank fetches its own.
+    def share(self, ranks: Ranks, source: GroupSource | None, updater: WeightUpdater, **parts: Any) -> SharedSource:
+        """Share rank 0's rows with all ranks or, on Ray, references of which each rank fetches its own."""
+        if not self.inference.on_ray:
+            return super().share(ranks, source, updater, **parts)
+        from torchrl_rloo.ray import ReferencedSource
 
-        Args:
-            ranks: ranks that train together.
-            source: source of rank 0; None on the others.
-            updater: weight updater of this rank.
-            sampler: model that samples on rank 0 without an engine.
-            add_kl: function that scores collected rows under the reference on all ranks. None if the environment does.
-        """
-        if self.inference.on_ray:
-            from torchrl_rloo.ray import ReferencedSource
-
-            finish = add_kl and partial(add_kl, ranks=ranks, split=False)
-            return ReferencedSource(ranks, source, updater, finish=finish)
-        from torchrl_rloo.collectors import SharedSource
-
-        samples_itself = self.inference.engine is None and self.sampler.share_weights
-        return SharedSource(
-            ranks,
-            source,
-            updater,
-            sampler=sampler if samples_itself else None,
-            offloaded=sampler if self.sampler.offload and ranks.is_main else None,
-            finish=add_kl and partial(add_kl, ranks=ranks),
-        )
+        finish = parts["add_kl"] and partial(parts["add_kl"], ranks=ranks, split=False)
+        return ReferencedSource(ranks, source, updater, finish=finish)
 
 
 # -------------------------------------------------------------------------------------------- what cannot be combined
@@ -203,10 +210,11 @@ def check_model(model: c.ModelConfig, train: s.TrainConfig, lora: Mapping[str, A
         raise ValueError(f"train.offload={train.offload} has no effect with model.device={model.device}; set it to []")
 
 
-def check_sampling(cfg: RLOOConfig) -> None:
+def check_sampling(cfg: LoopConfig) -> None:
     """Raise ``ValueError`` if the collector would sample ahead with the weights that are being trained."""
     ahead = cfg.collector.max_staleness
-    has_own_weights = cfg.inference.on_ray or cfg.rollouts.source is not None
+    rollouts = getattr(cfg, "rollouts", None)  # of rloo only
+    has_own_weights = cfg.inference.on_ray or (rollouts is not None and rollouts.source is not None)
     if ahead and cfg.sampler.share_weights and not has_own_weights:
         raise ValueError(
             f"collector.max_staleness={ahead} samples while the model trains and cannot be combined with "
@@ -214,9 +222,9 @@ def check_sampling(cfg: RLOOConfig) -> None:
         )
 
 
-def check_ranks(cfg: RLOOConfig) -> None:
+def check_ranks(cfg: LoopConfig) -> None:
     """Raise ``ValueError`` if rank 0 cannot sample or score while the other ranks wait."""
-    train, cached = cfg.train, cfg.curriculum.cache is not None
+    train = cfg.train
     target = str((cfg.inference.engine or {}).get("_target_", ""))
     if train.parallel != "none" and target.endswith(".VLLMEngine"):
         raise ValueError(
@@ -228,6 +236,16 @@ def check_ranks(cfg: RLOOConfig) -> None:
             "train.load_shards=true cannot be combined with sampler.share_weights=false, a whole copy on rank 0; set "
             "train.load_shards=false"
         )
+    split = f"train.tensor_parallel={train.tensor_parallel}"
+    if train.tensor_parallel > 1 and cfg.sampler.share_weights and cfg.inference.engine is None:
+        raise ValueError(f"rank 0 cannot sample alone with {split}; set sampler.share_weights=false, or an engine")
+    if train.tensor_parallel > 1 and cfg.lora is not None:
+        raise ValueError(f"lora cannot be combined with {split}; set it to 1, and train.parallel=fsdp")
+
+
+def check_cache(cfg: RLOOConfig) -> None:
+    """Raise ``ValueError`` if rank 0 cannot score cached groups alone."""
+    train, cached = cfg.train, cfg.curriculum.cache is not None
     scores = "curriculum.cache scores groups again on rank 0 and cannot be combined with"
     if train.parallel == "fsdp" and cached and cfg.inference.engine is not None:
         raise ValueError(
@@ -236,14 +254,9 @@ def check_ranks(cfg: RLOOConfig) -> None:
     for name in ("tensor_parallel", "context_parallel"):
         if (value := getattr(train, name)) > 1 and cached:
             raise ValueError(f"{scores} train.{name}={value}; set curriculum.cache=null")
-    split = f"train.tensor_parallel={train.tensor_parallel}"
-    if train.tensor_parallel > 1 and cfg.sampler.share_weights and cfg.inference.engine is None:
-        raise ValueError(f"rank 0 cannot sample alone with {split}; set sampler.share_weights=false, or an engine")
-    if train.tensor_parallel > 1 and cfg.lora is not None:
-        raise ValueError(f"lora cannot be combined with {split}; set it to 1, and train.parallel=fsdp")
 
 
-def check_offload(cfg: RLOOConfig) -> None:
+def check_offload(cfg: LoopConfig) -> None:
     """Raise ``ValueError`` if an offloaded sampler would stay on the CPU, or would sample while it is there."""
     if not cfg.sampler.offload:
         return
@@ -314,13 +327,18 @@ def check_stored(cfg: RLOOConfig) -> None:
             raise ValueError(f"reward.{name} has no effect {given}, whose returns are complete; set it to []")
 
 
-def check_reference(cfg: RLOOConfig) -> None:
-    """Raise ``ValueError`` if the reference is to move but cannot, or advantages do not read what is clipped."""
+def check_moves(cfg: Any) -> None:
+    """Raise ``ValueError`` if the reference is to move but cannot."""
     moves = f"reference.sync_every={cfg.reference.sync_every}"
     if cfg.reference.sync_every and cfg.kl.coeff == 0:
         raise ValueError(f"{moves} has no effect with kl.coeff=0; set kl.coeff (null: the method's)")
     if cfg.reference.sync_every and cfg.lora is not None:
         raise ValueError(f"{moves} cannot be combined with lora, which compares with the initial model; set it to 0")
+
+
+def check_reference(cfg: RLOOConfig) -> None:
+    """Raise ``ValueError`` if the reference is to move but cannot, or advantages do not read what is clipped."""
+    check_moves(cfg)
     credit = cfg.advantage.get("credit")
     credit = credit.get("name") if isinstance(credit, dict) else credit
     if cfg.reward.clip_range is not None and credit not in (None, "trajectory"):

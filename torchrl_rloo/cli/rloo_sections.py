@@ -15,6 +15,7 @@ from torchrl_rloo.cli.fields import (
     OneOf,
     Positive,
     Range,
+    Share,
     Whole,
     parse_section,
 )
@@ -192,10 +193,11 @@ class KLConfig:
     coeff: NonNegative | None = 0.0  # coefficient of the KL; 0: no KL and no reference model; null: the method's
     estimator: Annotated[str, OneOf("k1", "k2", "k3")] | None = None  # k1, k2 or k3; null: the method's
     clip: Positive | None = None  # bound of the KL of a token, in nats, for where=token; null: the method's
+    discount: Share | None = None  # of the KL of later tokens, for where=token; 0: only its own; null: the credit's
     target: Positive | None = None  # KL to hold by adapting the coefficient, in nats per action token; null: constant
 
     def __post_init__(self):
-        for name in ("where", "estimator", "clip", "target"):
+        for name in ("where", "estimator", "clip", "discount", "target"):
             if self.coeff == 0 and getattr(self, name) is not None:
                 value = getattr(self, name)
                 raise ValueError(f"kl.{name}={value} has no effect with kl.coeff=0; set kl.coeff (null: the method's)")

@@ -9,6 +9,7 @@ import torch
 
 from torchrl_rloo.functional.ratios import MAX_LOG_RATIO, exp_log_ratio
 
+LEAST_LOG_PROB = -1e4  # its probability is 0 in float64
 KLEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -57,6 +58,27 @@ def k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
     x = ref_log_probs - log_probs
     beyond = math.exp(MAX_LOG_RATIO) * (x - MAX_LOG_RATIO).relu()
     return torch.expm1(x.clamp(max=MAX_LOG_RATIO)) + beyond - x
+
+
+def generalized_jsd(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the generalized Jensen-Shannon divergence of whole distributions, in nats.
+
+    Equation 1 of Agarwal et al. 2024 (arXiv 2306.13649), of student ``q`` and teacher ``p``::
+
+        D = beta KL(p || m) + (1 - beta) KL(q || m),    m = beta p + (1 - beta) q
+
+    ``beta=0`` is the forward ``KL(p || q)`` and ``beta=1`` the reverse ``KL(q || p)``, as in TRL: both are limits of
+    ``D`` divided by ``beta`` and ``1 - beta``.
+
+    Shapes: ``log_probs [N, V]``, ``teacher_log_probs [N, V]`` to ``[N]``.
+    """
+    # An excluded token has probability 0 in both, where 0 * -inf would be NaN
+    q, p = log_probs.clamp(min=LEAST_LOG_PROB), teacher_log_probs.clamp(min=LEAST_LOG_PROB)
+    if beta in (0, 1):
+        first, second = (p, q) if beta == 0 else (q, p)
+        return (first.exp() * (first - second)).sum(-1)
+    mixture = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
+    return (beta * p.exp() * (p - mixture) + (1 - beta) * q.exp() * (q - mixture)).sum(-1)
 
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}

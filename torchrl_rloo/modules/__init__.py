@@ -14,17 +14,20 @@ from torchrl_rloo.modules.reference import (
     frozen_reference,
     record_log_probs,
 )
+from torchrl_rloo.modules.teacher import EngineScorer, Teacher
 from torchrl_rloo.modules.turns import ScoredActions, TurnPolicy
 from torchrl_rloo.modules.vllm_policy import vLLMWrapper
 from torchrl_rloo.weight_update.rotary import context_length
 
 __all__ = [
     "AdapterReference",
+    "EngineScorer",
     "MovingReference",
     "RewardModel",
     "RoleAdapters",
     "ScoredActions",
     "Scorer",
+    "Teacher",
     "TransformersWrapper",
     "TurnPolicy",
     "ValueHead",

@@ -170,10 +170,12 @@ class ValueHead(nn.Module):
     """Critic of PPO: a Hugging Face decoder with a linear head of one output.
 
     The estimate for an action token is read at the position before it, so it does not depend on the token. The head is
-    float32 and starts at zero, so all initial estimates are 0.
+    float32 and starts at zero, so all initial estimates are 0. On a reward model it starts as the model's ``score``, so
+    the first estimates are the scores of unfinished rows.
 
     Args:
-        model: causal language model with ``get_decoder()``.
+        model: causal language model, or classifier with one label such as of :func:`load_reward_model`, that has
+            ``get_decoder()``.
         share_trunk: use the model's decoder instead of a copy. The value loss then also trains the decoder, but only
             the head's parameters belong to this module.
 
@@ -205,6 +207,9 @@ class ValueHead(nn.Module):
         self.projection = nn.utils.skip_init(nn.Linear, hidden_size, 1, device=device, dtype=torch.float32)
         nn.init.zeros_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
+        scorer = getattr(model, "score", None)
+        if isinstance(scorer, nn.Linear) and scorer.out_features == 1:
+            self.projection.load_state_dict(scorer.state_dict(), strict=False)  # which may lack a bias
 
     def values(self, rows: TensorDictBase) -> tuple[torch.Tensor, ActionTokens]:
         """Estimate the return before each action token, with gradient if enabled.

@@ -1,5 +1,6 @@
 """Losses: TensorDict modules around ``torchrl_rloo.functional``."""
 
+from torchrl_rloo.objectives.distillation import DistillationLoss
 from torchrl_rloo.objectives.kl import KL, AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 from torchrl_rloo.objectives.preference import PreferenceLoss, RewardModelLoss
 from torchrl_rloo.objectives.presets import PRESETS, Preset, make_method
@@ -13,6 +14,7 @@ __all__ = [
     "PRESETS",
     "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
+    "DistillationLoss",
     "PreferenceLoss",
     "Preset",
     "RLOOLoss",

@@ -34,6 +34,8 @@ class KL:
         estimator: name in :data:`~torchrl_rloo.functional.kl.KL_ESTIMATORS`. None takes ``"k3"`` in the loss, where the
             gradient of k1 is 0 on average, and ``"k1"`` elsewhere.
         clip: bound of each token's KL, to ``[-clip, clip]``, for ``where="token"``. None disables it.
+        discount: discount of the KL of later tokens, for ``where="token"`` in ``MCAdvantage``. 0 rewards each token
+            with its own KL only, as on-policy distillation does. None takes the credit's, which is 1 by default.
         target: KL to hold, in nats per action token. ``coeff`` becomes an
             :class:`~torchrl_rloo.objectives.AdaptiveKLCoefficient` that starts at the given number. None keeps
             ``coeff`` constant.
@@ -43,13 +45,14 @@ class KL:
 
     Example:
         >>> KL("loss", 0.04)
-        KL(where='loss', coeff=0.04, estimator='k3', clip=None, target=None)
+        KL(where='loss', coeff=0.04, estimator='k3', clip=None, discount=None, target=None)
     """
 
     where: Literal["reward", "token", "loss"] | None = "reward"
     coeff: SupportsFloat = 0.0
     estimator: str | None = None
     clip: float | None = None
+    discount: float | None = None
     target: float | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +61,13 @@ class KL:
             raise ValueError(f"kl.where={self.where!r} is unknown{hint}; valid: {[*PLACES, None]}")
         check_coefficient("kl.coeff", self.coeff)
         if self.where is None:
-            for name, unset in (("coeff", 0.0), ("estimator", None), ("clip", None), ("target", None)):
+            for name, unset in (
+                ("coeff", 0.0),
+                ("estimator", None),
+                ("clip", None),
+                ("discount", None),
+                ("target", None),
+            ):
                 if getattr(self, name) != unset:
                     raise ValueError(f"kl.{name}={getattr(self, name)} has no effect with kl.where=None; set kl.where")
             return
@@ -70,8 +79,11 @@ class KL:
             raise ValueError(f"kl.estimator={self.estimator!r} is unknown{hint}; valid: {sorted(KL_ESTIMATORS)}")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"kl.clip={self.clip} must be None or a number above 0")
-        if self.clip is not None and self.where != "token":
-            raise ValueError(f"kl.clip={self.clip} has no effect with kl.where={self.where!r}; set kl.where='token'")
+        if self.discount is not None and not 0 <= self.discount <= 1:
+            raise ValueError(f"kl.discount={self.discount} must be None or in [0, 1]")
+        for name in ("clip", "discount"):
+            if (value := getattr(self, name)) is not None and self.where != "token":
+                raise ValueError(f"kl.{name}={value} has no effect with kl.where={self.where!r}; set kl.where='token'")
         # Let the coefficient follow the target
         if self.target is not None and not hasattr(self.coeff, "update"):
             if not float(self.coeff):

@@ -146,10 +146,12 @@ _KL_KEYS = {
     "kl_coeff": "kl.coeff",
     "kl_estimator": "kl.estimator",
     "kl_clip": "kl.clip",
+    "kl_discount": "kl.discount",
     "kl_target": "kl.target",
 }
 LOSS_KEYS = tuple(inspect.signature(RLOOLoss.__init__).parameters)[2:]
 ADVANTAGE_KEYS = ("estimator", "credit", "normalize", "process_group", "max_pending_groups")
+GAE_KEYS = ("discount", "lam", "whiten", "process_group")
 
 
 def make_method(
@@ -162,6 +164,7 @@ def make_method(
     prompts_per_step: int | None = None,
     num_generations: int | None = None,
     reward_weights: Sequence[float] | None = None,
+    critic: bool = False,
 ) -> Preset:
     """Build a published method with changed settings.
 
@@ -179,13 +182,15 @@ def make_method(
         prompts_per_step: default number of groups over which advantages are normalized.
         num_generations: members of a group. None reads each row's ``"group_size"``.
         reward_weights: default weights of ``credit="normalize_then_sum"``.
+        critic: True if the loop trains a critic; ``advantage`` then has arguments of
+            :class:`~torchrl_rloo.replay.TokenGAE`.
 
     Returns:
         The method with its ``loss_arguments``, ``advantage_arguments`` and ``reward_kl_arguments``.
 
     Raises:
-        ValueError: if a name or key is unknown, a KL is set outside ``kl``, the method needs a critic, or a required
-            number is missing.
+        ValueError: if a name or key is unknown, a KL is set outside ``kl``, or a required number is missing. Also if
+            the method needs a critic that the loop does not train, or has none.
 
     Example:
         >>> method = make_method("rloo", kl={"coeff": 0.1}, loss={"entropy_coeff": 0.01})
@@ -193,14 +198,17 @@ def make_method(
         ('reward', {'kl_to_ref_coeff': 0.1, 'estimator': 'k1'}, 0.01)
     """
     if name not in PRESETS:
-        known = [k for k, preset in PRESETS.items() if not preset.critic]
+        known = [k for k, preset in PRESETS.items() if preset.critic == critic]
         raise ValueError(f"algorithm={name!r} is unknown{did_you_mean(name, known)}; valid: {known}")
     preset = PRESETS[name]
-    if preset.critic:
-        raise ValueError(f"algorithm={name!r} needs a critic, which is not trained here; use tutorials/ppo.py")
+    if preset.critic != critic:
+        needs, use = (
+            ("needs a critic, which is not trained here", "ppo") if preset.critic else ("has no critic", "rloo")
+        )
+        raise ValueError(f"algorithm={name!r} {needs}; use torchrl-rloo run {use}")
     # Merge the given settings into those of the method
     _check_keys("loss", loss, LOSS_KEYS, "loss")
-    _check_keys("advantage", advantage, ADVANTAGE_KEYS, "token")
+    _check_keys("advantage", advantage, GAE_KEYS if critic else ADVANTAGE_KEYS, "token")
     loss, advantage = _merge_settings(preset.loss, loss), _merge_settings(preset.advantage, advantage)
 
     if isinstance(entropy := loss.get("entropy_coeff"), Mapping):
@@ -224,7 +232,7 @@ def make_method(
                 f"advantage.normalize.groups={groups} must be at most prompts_per_step={prompts_per_step}, or no batch "
                 "would be complete"
             )
-    if num_generations is not None:
+    if num_generations is not None and not critic:
         advantage["num_generations"] = num_generations
     merged = replace(preset, loss=loss, advantage=advantage, kl=_merge_kl(preset.kl, kl))
     _check_kl(merged)

@@ -79,9 +79,10 @@ class ValueLoss(LossModule):
         clip_epsilon: largest distance of a value from the one that its target was computed with. None disables the
             clip.
         mask_truncated_completions: True excludes the tokens of truncated rows.
+        critic_coeff: factor of the loss, above 0, which matters for a trunk that the policy shares.
 
     Raises:
-        ValueError: if ``clip_epsilon`` is out of range.
+        ValueError: if ``clip_epsilon`` or ``critic_coeff`` is out of range.
         KeyError: at ``forward``, if rows have no values or targets.
 
     Example::
@@ -93,12 +94,19 @@ class ValueLoss(LossModule):
     value_head: ValueHead
 
     def __init__(
-        self, value_head: ValueHead, *, clip_epsilon: float | None = 0.2, mask_truncated_completions: bool = False
+        self,
+        value_head: ValueHead,
+        *,
+        clip_epsilon: float | None = 0.2,
+        mask_truncated_completions: bool = False,
+        critic_coeff: float = 1.0,
     ):
         super().__init__()
         if clip_epsilon is not None and not 0 < clip_epsilon < math.inf:
             raise ValueError(f"clip_epsilon={clip_epsilon} must be None or a number above 0")
-        self.value_head = value_head
+        if not 0 < critic_coeff < math.inf:
+            raise ValueError(f"critic_coeff={critic_coeff} must be a number above 0")
+        self.value_head, self.critic_coeff = value_head, critic_coeff
         self.clip_epsilon, self.mask_truncated_completions = clip_epsilon, mask_truncated_completions
         self.in_keys = [keys.TOKENS, keys.ACTION_MASK, keys.STATE_VALUE, keys.VALUE_TARGET]
         self.out_keys = list(ValueLossOutput.__annotations__)
@@ -127,7 +135,7 @@ class ValueLoss(LossModule):
         # Average the clipped error over the tokens of the whole step
         errors = clipped_value_loss(values, old, targets, self.clip_epsilon)
         weighted = errors * row_weights(tensordict).to(values)[:, None]
-        loss = aggregate(weighted, mask, "token_mean", num_tokens=normalizers.num_tokens)
+        loss = self.critic_coeff * aggregate(weighted, mask, "token_mean", num_tokens=normalizers.num_tokens)
         # Measure the values without gradient; a merged row counts once for each row that it stands for
         with torch.no_grad():
             tokens = mask * multiplicity(tensordict).to(mask.device)[:, None]

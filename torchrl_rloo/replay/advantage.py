@@ -253,7 +253,8 @@ class MCAdvantage(BufferTransform):
         policy = [row[keys.LOG_PROBS] if p is None else p for row, p in zip(rows, proximal, strict=True)]
         ref = [row[keys.REF_LOG_PROBS] for row in rows]
         kl = self.kl.estimate(gather_actions(policy, actions), gather_actions(ref, actions))
-        return rewards_to_go(-float(self.kl.coeff) * kl.double(), actions.mask, self.credit.token_discount)
+        discount = self.credit.token_discount if self.kl.discount is None else self.kl.discount
+        return rewards_to_go(-float(self.kl.coeff) * kl.double(), actions.mask, discount)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return held rows, counters and the estimator's state for ``state_dict``, as plain values and tensors."""

@@ -78,6 +78,10 @@ class TokenGAE(BufferTransform):
                 raise ValueError(f"{name}={value} must be in [0, 1]")
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be None or at least 1")
+        if kl is not None and getattr(kl, "discount", None) is not None:
+            raise ValueError(
+                f"kl.discount={kl.discount} has no effect in TokenGAE, which has a discount; set it to None"
+            )
         self.__dict__["value_head"] = value_head  # not a submodule: its weights are not the buffer's state
         self.discount, self.lam, self.kl = discount, lam, token_kl(kl, "TokenGAE")
         self.whiten, self.process_group, self.micro_batch_size = whiten, process_group, micro_batch_size
