@@ -126,7 +126,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 outputs = accumulate(loss_fn, batch, ranks=ranks, **passes)
                 norm = optimizer_step(model, optimizer, scheduler, cfg.train.max_grad_norm)
             run.log(merge_outputs(outputs) | {"grad_norm": float(norm), "learning_rate": scheduler.get_last_lr()[0]})
-            run.log({}, timings={"tokens_per_second": count_tokens(batch) / run.seconds("train")})
+            run.log({}, timings={"trained_tokens_per_second": count_tokens(batch) / run.seconds("train")})
             if run.is_due(cfg.eval.every) or run.is_last:
                 evaluate()
             report.refresh()

@@ -137,7 +137,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 norm = optimizer_step(model, optimizer, scheduler, cfg.train.max_grad_norm)
             run.log(merge_outputs(outputs) | {"grad_norm": float(norm), "learning_rate": scheduler.get_last_lr()[0]})
             tokens = sum(map(len, ragged(batch, keys.TOKENS)))
-            run.log({}, timings={"tokens_per_second": tokens / run.seconds("train")})
+            run.log({}, timings={"trained_tokens_per_second": tokens / run.seconds("train")})
             if run.is_due(cfg.eval.every) or run.is_last:
                 evaluate()
             report.refresh()

@@ -54,7 +54,7 @@ def vllm_arguments() -> set[str] | None:
 def exists(name: str) -> bool:
     """Return whether a recipe has a setting, or the callable that takes a free mapping has such an argument."""
     section, _, key = name.rpartition(".")
-    if section in ARGUMENTS:
+    if section in ARGUMENTS and name not in SETTINGS:
         keys = {key for target in ARGUMENTS[section] for key in inspect.signature(target).parameters}
         passed_on = vllm_arguments() if section == "inference.engine" else set()
         return passed_on is None or key in keys | passed_on

@@ -368,6 +368,7 @@ DEFINITIONS = {
     "this process so far (in timings.jsonl)",
     "cpu_seconds": "CPU seconds of the run so far, including earlier processes (in timings.jsonl)",
     "tokens_per_second": "action tokens sampled in the step per second of collection (in timings.jsonl)",
+    "trained_tokens_per_second": "tokens of the rows of a step per second of training (in timings.jsonl)",
 }
 
 
