@@ -11,6 +11,7 @@ from torchrl.objectives.llm.distillation import k3_kl_token_estimate
 
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
+from torchrl_rloo.engines import TransformersEngine
 from torchrl_rloo.functional.kl import generalized_jsd
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import (
@@ -164,34 +165,14 @@ def test_sampled_tokens_are_the_loss_of_torchrl_and_the_gradient_of_trl(scorers,
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-4)
 
 
-class Engine:
-    """Engine that scores with a model, one row at a time."""
-
-    def __init__(self, scorer):
-        self.scorer, self.temperatures = scorer, []
-
-    def score(self, rows, temperature=1.0):
-        self.temperatures.append(temperature)
-        result = []
-        for ids in rows:
-            tokens = torch.tensor(ids)
-            logits = self.scorer.model(input_ids=tokens[None], use_cache=False).logits[0] / temperature
-            following = logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-            result.append([0.0, *following.tolist()])
-        return result
-
-
 @pytest.mark.parametrize("prompts", [None, [[5, 6, 7, 8], [9]]])
 def test_an_engine_scores_as_the_model_does(prompts, scorers, rows):
-    engine = Engine(scorers[1])
-    served = record_log_probs(
-        Teacher(EngineScorer(engine, scorers[0].distribution), prompts), rows, log_probs=keys.REF_LOG_PROBS
-    )
-    found = [row[keys.REF_LOG_PROBS].clone() for row in served.unbind(0)]
-    local = record_log_probs(Teacher(scorers[1], prompts), rows, log_probs=keys.REF_LOG_PROBS)
-    for mine, row in zip(found, local.unbind(0), strict=True):
-        torch.testing.assert_close(mine, row[keys.REF_LOG_PROBS], atol=1e-5, rtol=0)
-    assert engine.temperatures == [TEMPERATURE]
+    engine, student = TransformersEngine(scorers[1].model), scorers[0]
+    served = Teacher(EngineScorer(engine, student.distribution), prompts)
+    rows = record_log_probs(served, rows, log_probs=keys.REF_LOG_PROBS)
+    rows = record_log_probs(Teacher(scorers[1], prompts), rows, log_probs=keys.PROXIMAL_LOG_PROBS)
+    for row in rows.unbind(0):
+        torch.testing.assert_close(row[keys.REF_LOG_PROBS], row[keys.PROXIMAL_LOG_PROBS], atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="cannot be scored by an engine"):
         EngineScorer(engine, SamplingDistribution(top_k=3))
 
