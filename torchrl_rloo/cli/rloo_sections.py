@@ -191,7 +191,7 @@ class KLConfig:
     coeff: NonNegative | None = 0.0  # coefficient of the KL; 0: no KL and no reference model; null: the method's
     estimator: Annotated[str, OneOf("k1", "k2", "k3")] | None = None  # k1, k2 or k3; null: the method's
     clip: Positive | None = None  # bound of the KL of a token, in nats, for where=token; null: the method's
-    target: Positive | None = None  # KL to hold by adapting the coefficient, in nats per action token; null: constant
+    target: Any = None  # KL to hold by adapting the coefficient, nats per action token, or [low, high]; null: constant
 
     def __post_init__(self):
         for name in ("where", "estimator", "clip", "target"):
