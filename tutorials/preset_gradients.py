@@ -32,7 +32,9 @@ class GivenLogProbs(torch.nn.Module):
         self.log_probs = torch.nn.Parameter(pad([torch.tensor(p) for p in LOG_PROBS]))
 
     def score(self, rows) -> ScoredActions:
-        return ScoredActions(self.log_probs, torch.zeros_like(self.log_probs), action_tokens(rows))
+        actions = action_tokens(rows)
+        log_probs = self.log_probs[[int(row["number"]) for row in rows.unbind(0)], : actions.mask.shape[1]]
+        return ScoredActions(log_probs, torch.zeros_like(log_probs), actions)
 
 
 def full_row(values: list[float]) -> torch.Tensor:
@@ -44,6 +46,8 @@ def make_batch():
     rows = []
     for i, (current, from_sampler, from_ref) in enumerate(zip(LOG_PROBS, FROM_SAMPLER, FROM_REF, strict=True)):
         row = TensorDict({keys.GROUP_ID: torch.tensor(i // 2), keys.REWARD: torch.tensor([[REWARDS[i]]])})
+        row["number"], row[keys.REWARDS] = torch.tensor(i), torch.tensor([REWARDS[i]])
+        row[keys.ORIGIN] = torch.tensor([keys.SAMPLED, keys.GREEDY][i % 2])  # the baseline of ReMax
         row[keys.TOKENS] = torch.arange(1 + LENGTHS[i])
         row[keys.ACTION_MASK] = torch.arange(1 + LENGTHS[i]) > 0
         row[keys.LOG_PROBS] = full_row([p - s for p, s in zip(current, from_sampler, strict=True)])
@@ -57,7 +61,9 @@ def step_of(name: str) -> torch.Tensor:
     if PRESETS[name].critic:
         method = replace(make_method("grpo", num_generations=2), loss=PRESETS[name].loss)
     else:
-        method = make_method(name, kl="default", num_generations=2, prompts_per_step=2, max_new_tokens=3)
+        sizes = {"num_generations": 2, "prompts_per_step": 2, "max_new_tokens": 3, "reward_weights": [1.0]}
+        advantage = {"estimator": {"k": 1, "success": 0.5}} if name == "pass_at_k" else {}  # two members can pass once
+        method = make_method(name, kl="default", advantage=advantage, **sizes)
     # Subtract the KL from the rewards, as KLRewardTransform does in an environment
     rows = make_batch()
     if coeff := method.reward_kl_arguments["kl_to_ref_coeff"]:

@@ -54,7 +54,7 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform, add_reference_kl
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, merge_outputs
-from torchrl_rloo.replay import MCAdvantage, RowStorage
+from torchrl_rloo.replay import MCAdvantage, RowStorage, merge_groups
 from torchrl_rloo.replay.gae import check_works_on_metadata
 from torchrl_rloo.run import Run, meters, repeat_after_rollback, timings
 from torchrl_rloo.runtime.ranks import Ranks
@@ -162,12 +162,14 @@ def train(cfg: Config, ranks: Ranks) -> None:
         env = DatasetChatEnv(
             train_set,
             tokenizer,
-            prompts_per_batch=plan.prompts_per_step,
+            prompts_per_batch=cfg.curriculum.groups_per_batch(plan.prompts_per_step),
             num_generations=plan.num_generations,
             transforms=make_transforms(),
             rewards=rewards,
             after_rewards=cfg.reward.make_after(rewards, per_token=advantage.credit.per_token) + scored,
-            sampler=cfg.curriculum.make_sampler(task, train_set, rewards, plan.prompts_per_step),
+            sampler=cfg.curriculum.make_sampler(task, train_set, rewards, plan.prompts_per_step, plan.num_generations),
+            greedy_member=getattr(advantage.estimator, "wants_greedy", False),
+            demonstrations=cfg.curriculum.demonstrations,
             seed=cfg.seed,
             **chat,
             **template,
@@ -176,6 +178,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
         workers = cfg.ray if cfg.inference.on_ray else None
         where = {"seed": cfg.seed, "output_dir": cfg.output_dir, "writer": writer, "workers": workers}
         collector = cfg.collector.make(env, policy, updater, **where)
+        if cfg.curriculum.adaptive_prompts is not None:
+            collector.postproc = partial(merge_and_write, writer=writer)
     if ranks.is_main:
         step_size = plan.prompts_per_step
         source = cfg.curriculum.make_source(collector, advantage, rewards, step_size, scorer=trainer, **limits)
@@ -219,10 +223,12 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 if rows is not None:  # 2. compute leave-one-out advantages
                     record_old_log_probs(run, cfg, rows, source, loss_fn, limits)
                     buffer.extend(rows)
-                outputs, norms = [], []
+                outputs, norms, skipped = [], [], 0
                 for batch in minibatches(buffer, plan.minibatches, plan.epochs_per_batch):  # 3. optimize
                     with offload_activations("activations" in cfg.train.offload):
-                        outputs += accumulate(loss_fn, batch, ranks=ranks, rows_of=source.rows_of, **limits)
+                        parts_of_batch = accumulate(loss_fn, batch, ranks=ranks, rows_of=source.rows_of, **limits)
+                    outputs += parts_of_batch
+                    skipped += all(part.is_empty() for part in parts_of_batch)
                     norms.append(optimizer_step(model, optimizer, scheduler, cfg.train.max_grad_norm))
                 buffer.empty()
                 catch_up(scheduler, step * plan.optimizer_steps // plan.steps)
@@ -232,6 +238,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 if run.is_due(cfg.reference.sync_every):
                     reference.update()
             log_update(run, method, outputs, norms, len(sampled))
+            run.log({"skipped_zero_adv_batches": skipped})
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
                 evaluation_of_sets.run(run)
@@ -239,6 +246,12 @@ def train(cfg: Config, ranks: Ranks) -> None:
             report.refresh()
     if run.finished:
         finish(run, cfg, model, tokenizer, source, report, str(plan))
+
+
+def merge_and_write(rows, writer):
+    """Make one group of all rows of a prompt, and keep them if rows are kept."""
+    rows = merge_groups(rows)
+    return rows if writer is None else writer(rows)
 
 
 def report_progress(run: Run, rewards: RewardTransform, source: SharedSource, plan, writer) -> None:
@@ -253,7 +266,7 @@ def log_rollouts(
     run: Run, cfg: Config, step_rows: StepRows, source: SharedSource, rewards: RewardTransform, method: Preset, extract
 ) -> None:
     """Log metrics of a step's rows and, at intervals, a table of some of them."""
-    rows, sampled = step_rows
+    rows, sampled = step_rows[0], data.outcomes.sampled_rows(step_rows[1])
     masked = method.loss.get("mask_truncated_completions", False)
     options = {"mask_truncated_completions": masked, "extract": extract}
     metrics = diagnostics.completion_metrics(sampled, rewards.names, rewards.weights, **options)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.data.sampling import DeferredRerolls, MixtureSampler, PassRatePool, PromptSampler
+from torchrl_rloo.data.sampling import AdaptiveGroups, DeferredRerolls, MixtureSampler, PassRatePool, PromptSampler
 from torchrl_rloo.envs.transforms import DataLoadingPrimer
 
 
@@ -182,6 +183,34 @@ def test_estimates_and_standings() -> None:
         "pool/retired": 1 / 6,
     }
     assert pool.counts["pool/retired"] == 1 and pool.counts["pool/entered"] == 0
+
+
+def test_groups_go_to_the_prompts_of_the_largest_value() -> None:
+    """Compare with the best of all ways to share the groups, by the value of Knapsack RL."""
+    pool, members, draws = PassRatePool(4, floor=0.0, target=(0.0, 1.0)), 4, 8
+    pool.update(outcome((0, 0, [1.0] * 8), (1, 1, [1.0, 0.0, 0.0, 0.0]), (2, 2, [0.0] * 12)))
+    sampler = AdaptiveGroups(pool, prompts=4, draws=draws, members=members)
+    assert isinstance(sampler, PromptSampler)
+    rates = [9 / 10, 2 / 6, 1 / 14, 1 / 2]  # with one success and one failure more, as if seen before
+
+    def value(groups: tuple[int, ...]) -> float:
+        sizes = [members * n for n in groups]
+        return sum((1 - p**n - (1 - p) ** n) * p * (1 - p) ** 2 for p, n in zip(rates, sizes, strict=True))
+
+    best = max((g for g in product(range(1, 6), repeat=4) if sum(g) == draws), key=value)
+    generator = seeded()
+    drawn = [sampler.draw(generator) for _ in range(draws)]
+    assert tuple(drawn.count(p) for p in range(4)) == best and max(best) > 2 and best[0] == 1
+    assert sorted(drawn, key=drawn.index) == drawn, "the groups of a prompt follow each other"
+    # A run that resumes within a step draws the rest of it
+    sampler.draw(generator)
+    resumed = AdaptiveGroups(PassRatePool(4, floor=0.0, target=(0.0, 1.0)), prompts=4, draws=draws, members=members)
+    resumed.load_state_dict(through_disk(sampler.state_dict()))
+    other = torch.Generator()
+    other.set_state(generator.get_state())
+    assert [resumed.draw(other) for _ in range(12)] == [sampler.draw(generator) for _ in range(12)]
+    with pytest.raises(ValueError, match="prompts=9 must be at least 1 and at most draws=8"):
+        AdaptiveGroups(pool, prompts=9, draws=8, members=4)
 
 
 def test_only_the_last_groups_count() -> None:

@@ -5,6 +5,7 @@ import statistics
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from torchrl_rloo.functional.advantages import (
     ESTIMATORS,
+    PassAtK,
     RewardStd,
+    SignalShare,
     Whiten,
     group_centered,
     group_normalized,
@@ -35,6 +38,17 @@ def batches(draw, min_rows: int = 0):
     return torch.tensor(rewards), torch.tensor(groups, dtype=torch.int64)
 
 
+def third_of(name: str, n: int) -> list[torch.Tensor]:
+    """Return the third argument of an estimator: lengths, or every third row as the greedy one."""
+    numbers = torch.arange(n)
+    return {"opo": [numbers % 5 + 1], "remax": [numbers % 3 == 0]}.get(name, [])
+
+
+def estimate(name: str, rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    estimator = ESTIMATORS[name]() if isinstance(ESTIMATORS[name], type) else ESTIMATORS[name]
+    return estimator(rewards, groups, *third_of(name, len(rewards)))
+
+
 def test_a_large_reward_in_one_group_costs_another_no_precision():
     rewards, groups = torch.tensor([1e30, -1e30, 0.1, 0.2]), torch.tensor([0, 0, 1, 1])
     torch.testing.assert_close(leave_one_out(rewards, groups)[2:], torch.tensor([-0.1, 0.1]), atol=1e-7, rtol=0)
@@ -46,22 +60,33 @@ def test_a_large_reward_in_one_group_costs_another_no_precision():
 def test_every_estimator_keeps_dtype_and_input_and_gives_abstaining_rows_zero(name, batch, dtype):
     rewards, groups = batch[0].to(dtype), batch[1]
     before = rewards.clone()
-    advantages = ESTIMATORS[name](rewards, groups)
+    advantages = estimate(name, rewards, groups)
     assert advantages.shape == rewards.shape and advantages.dtype == dtype and advantages.isfinite().all()
     assert (advantages[rewards.isnan()] == 0).all() and torch.equal(rewards.nan_to_num(123.0), before.nan_to_num(123.0))
 
 
 def slow_estimator(name: str, rewards: list[float], groups: list[int]) -> list[float]:
     """Compute each method's formula for one row at a time, from the list of rewards of its group."""
-    advantages = []
-    for reward, group in zip(rewards, groups, strict=True):
-        of_group = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
+    advantages, third = [], [x for values in third_of(name, len(rewards)) for x in values.tolist()]
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        places = [j for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and not math.isnan(r)]
+        of_group = [rewards[j] for j in places]
         if math.isnan(reward):
             advantages.append(0.0)
         elif name == "reinforce":
             advantages.append(reward)
+        elif name == "remax":
+            greedy = [rewards[j] for j in places if third[j]]
+            advantages.append(sum(reward - r for r in greedy) if len(greedy) == 1 and not third[i] else 0.0)
         elif len(of_group) < 2:
             advantages.append(0.0)
+        elif name == "opo":
+            weighted = math.fsum(third[j] * rewards[j] for j in places)
+            advantages.append(reward - weighted / sum(third[j] for j in places))
+        elif name == "leave_one_out_max":
+            advantages.append(max(of_group) - max(rewards[j] for j in places if j != i))
+        elif name == "pass_at_k":
+            advantages.append(slow_pass_at_k(places, i, [r >= 1 for r in rewards]))
         elif name == "rloo":
             advantages.append(reward - (math.fsum(of_group) - reward) / (len(of_group) - 1))
         elif name == "dr_grpo":
@@ -74,6 +99,24 @@ def slow_estimator(name: str, rewards: list[float], groups: list[int]) -> list[f
             size = statistics.fmean(map(abs, of_group))
             advantages.append((reward - statistics.fmean(of_group)) / size if size else 0.0)
     return advantages
+
+
+def slow_pass_at_k(places: list[int], i: int, right: list[bool], k: int = 4) -> float:
+    """Normalize the mean reward of all choices of k members that contain one, by those of all choices."""
+    if len(places) < k:
+        return 0.0
+    passed = {chosen: float(any(right[j] for j in chosen)) for chosen in combinations(places, k)}
+    mean, std = statistics.fmean(passed.values()), statistics.pstdev(passed.values())
+    return (statistics.fmean(v for c, v in passed.items() if i in c) - mean) / std if std else 0.0
+
+
+def test_pass_at_k_is_the_closed_form_of_the_paper():
+    n, k, rewards = 8, 3, torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    rate = 1 - math.comb(6, k) / math.comb(n, k)
+    sigma = math.sqrt(rate * (1 - rate))
+    wrong = (1 - rate - math.comb(5, k - 1) / math.comb(n - 1, k - 1)) / sigma
+    expected = torch.where(rewards == 1, (1 - rate) / sigma, wrong)
+    torch.testing.assert_close(PassAtK(k)(rewards, torch.zeros(n, dtype=torch.int64)), expected)
 
 
 def at_the_edge_of_noise(rewards: torch.Tensor, groups: torch.Tensor) -> bool:
@@ -92,7 +135,9 @@ def test_every_estimator_equals_its_slow_loop(name, batch):
     rewards, groups = batch
     assume(not at_the_edge_of_noise(rewards, groups))
     expected = torch.tensor(slow_estimator(name, rewards.tolist(), groups.tolist()), dtype=torch.float64)
-    torch.testing.assert_close(ESTIMATORS[name](rewards.double(), groups), expected, atol=1e-9, rtol=1e-7)
+    if name == "remax":
+        assume(all(sum(groups[third_of(name, len(groups))[0]] == g) < 2 for g in groups.unique()))
+    torch.testing.assert_close(estimate(name, rewards.double(), groups), expected, atol=1e-9, rtol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl"])
@@ -241,7 +286,7 @@ def test_normalizations_divide_by_no_noise(center):
     assert noise.abs().max() > 0
     assert whiten(noise, center=center, magnitude=1000.1).tolist() == [0.0] * 7
     everything = torch.ones(7, dtype=torch.bool)
-    assert RewardStd(1)(noise, everything, noisy_1000_1(), 0.0, lambda value, op: value).tolist() == [0.0] * 7
+    assert RewardStd(1)(noise, everything, noisy_1000_1(), 0.0, lambda value, op: value, None).tolist() == [0.0] * 7
 
 
 # division by the reward std of the batch
@@ -255,12 +300,30 @@ def test_reward_std_divides_group_centered_rewards_as_trls_scale_rewards_batch(b
     std = statistics.stdev(given_rewards) if len(given_rewards) > 1 else 0.0
     assume(std == 0 or std > 1e-5 * max(map(abs, given_rewards)))
     advantages, mask = group_centered(rewards.double(), groups), ~rewards.isnan()
-    actual = RewardStd(1)(advantages, mask, rewards, 0.0, lambda value, op: value)
+    actual = RewardStd(1)(advantages, mask, rewards, 0.0, lambda value, op: value, None)
     expected = advantages / (std + 1e-4) if std else torch.zeros_like(advantages)
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-7)
 
 
-@pytest.mark.parametrize("normalization", [Whiten, RewardStd])
+def test_signal_share_divides_by_the_share_of_rows_in_groups_with_a_signal():
+    """GPG's alpha is B / (B - M): here 3 of 8 rows have equal rewards, on two ranks."""
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5, 1.0, 0.5, 0.5])
+    advantages = group_centered(rewards, groups)[:, None]  # a row of group 1 may have 0
+    share = SignalShare(2)
+    ours = share(advantages, None, rewards, 0.0, lambda value, op: value, groups)
+    torch.testing.assert_close(ours, advantages * 8 / 5)
+    halves = share(
+        advantages[:3], None, rewards[:3], 0.0, lambda value, op: value + torch.tensor([5.0, 5.0]), groups[:3]
+    )
+    assert not halves.any()
+    other = share(
+        advantages[3:], None, rewards[3:], 0.0, lambda value, op: value + torch.tensor([3.0, 0.0]), groups[3:]
+    )
+    torch.testing.assert_close(other, advantages[3:] * 8 / 5)
+
+
+@pytest.mark.parametrize("normalization", [Whiten, RewardStd, SignalShare])
 def test_normalizations_without_a_number_of_groups_or_an_effect_are_refused(normalization):
     for groups in (0, -1, 2.0, True, None):
         with pytest.raises(ValueError, match="groups=.* must be a whole number of at least 1"):

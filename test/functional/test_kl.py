@@ -138,7 +138,11 @@ def test_terms_are_zero_on_padding_and_take_functions():
 @settings(deadline=None, max_examples=60)
 @given(st.floats(1e-3, 10), st.floats(-5, 50), st.floats(0.01, 10), st.floats(0, 4.9))
 def test_the_controller_moves_towards_the_target(coeff, kl, target, gain):
-    adapted = adapt_coefficient(coeff, kl, target, gain)
+    adapted = adapt_coefficient(coeff, kl, (target, target), gain)
     error = kl / target - 1
     expected = coeff + coeff * gain * (0.2 if error > 0.2 else -0.2 if error < -0.2 else error)
     assert adapted == pytest.approx(expected) and adapted > 0
+    if kl > 0:
+        assert adapt_coefficient(coeff, kl, (kl, kl + 1), gain) == coeff
+        ends = [adapt_coefficient(coeff, kl, window, gain) for window in ((target, 100), (1e-9, target))]
+        assert ends == ([coeff, adapted] if kl > target else [adapted, coeff])

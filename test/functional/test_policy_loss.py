@@ -35,6 +35,11 @@ CASES = {
     "steep sapo": ("sapo", {"tau_positive": 2.0, "tau_negative": 3.5}),
     "dppo": ("dppo", {}),
     "narrow dppo": ("dppo", {"delta": 0.02}),
+    "dppo with KL": ("dppo", {"delta": 0.05, "divergence": "kl"}),
+    "dro": ("dro", {}),
+    "strong dro": ("dro", {"beta": 0.7}),
+    "shaping": ("shaping", {}),
+    "flat shaping": ("shaping", {"gamma": 0.5}),
     "vespo": ("vespo", {}),
     "other vespo": (
         "vespo",
@@ -50,7 +55,10 @@ def near_a_corner(new, old, advantage, surrogate: str, chosen: dict) -> bool:
         bounds += [1 - chosen.get("low", 0.2), 1 + chosen.get("high", 0.2)]
         bounds += [chosen["dual"]] if chosen.get("dual") else []
     if surrogate == "dppo":
-        shift = abs(math.exp(new) - math.exp(old))
+        p, q = math.exp(old), math.exp(new)
+        shift = abs(p - q)
+        if chosen.get("divergence") == "kl":
+            shift = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
         return abs(shift - chosen.get("delta", 0.15)) < 1e-9 or abs(ratio - 1) < 1e-9
     return any(abs(ratio - bound) < 1e-9 for bound in bounds)
 
@@ -71,7 +79,9 @@ def test_value_and_gradient_equal_a_slow_loop(name, rows):
     torch.testing.assert_close(gradient[0], expected[:, 1], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name, (s, _) in CASES.items() if s in ("clip", "sapo", "dppo")])
+@pytest.mark.parametrize(
+    "name", [name for name, (s, _) in CASES.items() if s in ("clip", "sapo", "dppo", "dro", "shaping")]
+)
 def test_gradcheck(name):
     """Gradients match finite differences, for surrogates without a stopped gradient."""
     surrogate, chosen = CASES[name]
@@ -83,7 +93,44 @@ def test_gradcheck(name):
         assert torch.autograd.gradcheck(check, new)
 
 
-LEVELS = [(r, s) for r in RATIOS for s in SURROGATES if not (r == "sequence" and s == "dppo")]  # dppo works on tokens
+TOKENS_ONLY = ("dppo", "gmpo")
+LEVELS = [(r, s) for r in RATIOS for s in SURROGATES if s != "shaping" and (r != "sequence" or s not in TOKENS_ONLY)]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.4, None), (0.1, 0.3)])
+def test_gmpo_is_the_geometric_mean_of_ratios_clipped_by_the_sign_of_the_advantage(low, high):
+    new = torch.tensor([[-1.0, -0.5, -2.0, 9.0], [-1.0, -3.0, -0.1, -0.2]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[-1.2, -1.4, -1.0, 0.0], [-0.2, -3.2, -0.9, -0.1]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False], [True] * 4])
+    for advantages in ([1.5, -0.5], [-2.0, 0.7]):
+        objective = 0.0
+        for i, advantage in enumerate(advantages):
+            product, length, sign = 1.0, int(mask[i].sum()), 1 if advantage > 0 else -1
+            for t in range(length):
+                rho = (new[i, t] - old[i, t]).exp()
+                bounded = rho.clamp(math.exp(-low), math.exp(high or low))
+                product = product * torch.minimum(rho**sign, bounded**sign) ** sign  # the paper's token-level clip
+            objective = objective - product ** (1 / length) * advantage / len(new)
+        (expected,) = torch.autograd.grad(objective, new)
+        log_ratio, column = token_log_ratio(new, old, mask), torch.tensor(advantages, dtype=torch.float64)[:, None]
+        surrogate = SURROGATES["gmpo"](low, high)
+        loss = aggregate(surrogate(log_ratio, column, new, old, mask=mask), mask, "sequence_mean")
+        (gradient,) = torch.autograd.grad(loss, new)
+        torch.testing.assert_close(loss, objective, rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+        clipped = surrogate.clipped(log_ratio, column, new, old)
+        assert clipped[mask].any() and torch.equal(clipped[mask], expected[mask] == 0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens)
+def test_the_dual_bound_is_the_two_sided_clip_of_trl(rows):
+    """TRL's delta first bounds the ratio: min(min(rho, delta) A, clip(rho) A), for delta above 1 + high."""
+    for new, old, advantage in rows:
+        rho = math.exp(new - old)
+        expected = -min(min(rho, 1.5) * advantage, min(max(rho, 0.8), 1.28) * advantage)
+        values = [torch.tensor([[x]], dtype=torch.float64) for x in (new - old, advantage, new, old)]
+        assert Clip(0.2, 0.28, dual=1.5)(*values).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -125,7 +172,7 @@ def test_extreme_log_ratios_give_finite_values_and_gradients(name):
         loss = SURROGATES[surrogate](**chosen)(new - old, torch.full((1, 1), advantage), new, old)
         (gradient,) = torch.autograd.grad(loss.sum(), new)
         assert loss.isfinite().all() and gradient.isfinite().all()
-        if advantage == 0:
+        if advantage == 0 and surrogate != "dro":  # its penalty is on all tokens
             assert (loss == 0).all() and (gradient == 0).all()
 
 
@@ -149,7 +196,7 @@ def test_clipped_tokens_are_those_without_a_gradient(name, rows):
     rows = [(new, old, advantage if abs(advantage) > 1e-9 else 0.0) for new, old, advantage in rows]
     new, old, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
     clipped = SURROGATES[surrogate](**chosen).clipped(new - old, advantages, new, old)
-    soft = surrogate in ("sapo", "vespo")  # their gradient only comes close to 0
+    soft = surrogate in ("sapo", "vespo", "dro", "shaping")  # their gradient only comes close to 0
     expected = [not soft and row[2] != 0 and slow(surrogate, *row, **chosen)[1] == 0 for row in rows]
     assert clipped.dtype == torch.bool and clipped[0].tolist() == expected
 
@@ -173,6 +220,10 @@ def test_a_ratio_that_underflows_on_the_side_of_no_bound_is_not_clipped():
         ("cispo", {"high": 0.0}, "CISPO: high=0.0"),
         ("sapo", {"tau_positive": 0.0}, "tau_positive=0.0"),
         ("dppo", {"delta": 0.0}, "delta=0.0"),
+        ("dppo", {"delta": 1.5}, "delta=1.5"),
+        ("dppo", {"divergence": "js"}, "divergence='js' must be 'tv' or 'kl'"),
+        ("gmpo", {"low": 0.0}, "GMPO: low=0.0"),
+        ("dro", {"beta": 0.0}, "DRO: beta=0.0"),
         ("vespo", {"k_negative": -1.0}, "k_negative=-1.0"),
     ],
 )

@@ -187,10 +187,12 @@ def padded_weights(rows, fill: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]
 CASES = [
     ("tis", {}),
     ("tis", {"high": 1.2}),
+    ("tis", {"low": 0.8, "high": 1.2}),
     ("icepop", {}),
     ("icepop", {"low": 0.8, "high": 1.25}),
     ("sequence_truncate", {}),
     ("sequence_truncate", {"high": 1.1}),
+    ("sequence_truncate", {"low": 0.9, "high": 1.1}),
     ("sequence_mask", {}),
     ("sequence_mask", {"low": 0.5, "high": 1.7}),
     ("seq_mask_tis", {}),
@@ -283,6 +285,7 @@ def test_off_policy_mask_reads_action_tokens_keeps_good_ones_and_carries_no_grad
         ("icepop", {"low": 3.0, "high": 2.0}, "IcePop: high=2.0 must be a number of at least 3"),
         ("sequence_mask", {"low": -1.0}, "low=-1.0"),
         ("tis", {"high": 0.0}, "TIS: high=0.0"),
+        ("tis", {"low": 3.0}, "TIS: high=2.0 must be a number of at least 3"),
         ("seq_mask_tis", {"token_high": 0.0}, "token_high=0.0"),
     ],
 )

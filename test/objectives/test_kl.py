@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torchrl_rloo.objectives.kl import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
+from torchrl_rloo.objectives.kl import KL, AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 
 
 def test_the_kl_coefficient_follows_a_slow_loop():
@@ -31,6 +31,18 @@ def test_a_resumed_controller_continues_the_same(caplog):
         assert float(second) == float(first) and second.state_dict() == first.state_dict()
 
 
+def test_a_window_leaves_the_coefficient_alone_inside_and_holds_its_bounds():
+    coefficient = KL("loss", 0.1, target=[0.5, 2.0]).coeff
+    for kl in (0.5, 1.0, 2.0):
+        coefficient.update(kl, num_samples=1000)
+    assert float(coefficient) == 0.1
+    for kl, bound in ((0.25, 0.5), (6.0, 2.0)):
+        window, single = (AdaptiveKLCoefficient(0.1, target) for target in ((0.5, 2.0), bound))
+        for each in (window, single):
+            each.update(kl, num_samples=1000)
+        assert float(window) == float(single) != 0.1
+
+
 def test_the_entropy_coefficient_moves_by_steps_and_is_off_above_the_target(caplog):
     coefficient = AdaptiveEntropyCoefficient(target=0.5, initial=0.25, step=0.25, maximum=0.5)
     seen, inner = [float(coefficient)], [0.25]
@@ -52,6 +64,9 @@ def test_the_entropy_coefficient_moves_by_steps_and_is_off_above_the_target(capl
     [
         (lambda: AdaptiveKLCoefficient(0.0, 1.0), "initial=0.0"),
         (lambda: AdaptiveKLCoefficient(0.1, -1.0), "target=-1.0"),
+        (lambda: AdaptiveKLCoefficient(0.1, (0.0, 1.0)), "target=0.0 must be a number above 0"),
+        (lambda: AdaptiveKLCoefficient(0.1, (2.0, 1.0)), "target=(2.0, 1.0) must be a number, or a window"),
+        (lambda: AdaptiveKLCoefficient(0.1, [1.0]), "target=[1.0] must be a number, or a window"),
         (lambda: AdaptiveKLCoefficient(0.1, 1.0, 0), "horizon=0"),
         (lambda: AdaptiveKLCoefficient(0.1, 1.0, math.nan), "horizon=nan"),
         (lambda: AdaptiveKLCoefficient(0.1, 1.0, 10).update(1.0, 50), "num_samples=50"),

@@ -68,6 +68,8 @@ def batch() -> TensorDictBase:
                 "which": torch.tensor(i),
                 keys.GROUP_ID: torch.tensor(i // G),
                 keys.REWARD: torch.tensor([[REWARDS[i]]]),
+                keys.REWARDS: torch.tensor([REWARDS[i]]),
+                keys.ORIGIN: torch.tensor(keys.SAMPLED if i % G else keys.GREEDY),
                 keys.REF_LOG_PROBS: full(REFERENCE[i]),
             }
         )
@@ -81,6 +83,12 @@ def batch() -> TensorDictBase:
 def method_of(name: str, **settings) -> Preset:
     """Build a method with the numbers of a run, and its default KL unless another is given."""
     numbers_of = {"max_new_tokens": CONSTANT, "prompts_per_step": PROMPTS, "num_generations": G}
+    numbers_of |= {"reward_weights": [1.0]} if name == "gdpo" else {}
+    if name == "pass_at_k":  # four of four members would never fail in this batch
+        settings["advantage"] = {"estimator": {"k": 2}} | settings.get("advantage", {})
+    # The covariances and the changes of probabilities in this batch are small
+    narrow = {"clip_cov": {"covariance": {"low": 0.2}}, "dppo": {"surrogate": {"delta": 0.05}}}.get(name, {})
+    settings["loss"] = narrow | settings.get("loss", {})
     return make_method(name, **numbers_of | {"kl": "default"} | settings)
 
 
@@ -234,9 +242,153 @@ def reinforce_pp_baseline():
     return by_token(formula)
 
 
+def luspo():
+    """Compute GSPO's objective times the length of the sequence (Liu et al.)."""
+    advantages = normalize_by_group(REWARDS)
+
+    def formula(i, t):
+        ratio = math.exp(sum(DRIFT[i]) / LENGTHS[i])
+        flat = ratio > 1 + 2.5e-3 if advantages[i] > 0 else ratio < 1 - 2e-3
+        return 0.0 if flat else -LENGTHS[i] * ratio * advantages[i] / (N * LENGTHS[i])
+
+    return by_token(formula)
+
+
+def gmpo():
+    """Compute the geometric mean of the ratios, clipped in log space by the advantage's sign (Zhao et al.)."""
+    advantages = normalize_by_group(REWARDS)
+
+    def clipped(i, t):
+        return min(DRIFT[i][t], 0.4) if advantages[i] > 0 else max(DRIFT[i][t], -0.4)
+
+    def formula(i, t):
+        mean = sum(clipped(i, k) for k in range(LENGTHS[i])) / LENGTHS[i]
+        return -math.exp(mean) * (clipped(i, t) == DRIFT[i][t]) * advantages[i] / (N * LENGTHS[i])
+
+    return by_token(formula)
+
+
+def sapo():
+    """Compute the gradient of 4 / tau sigmoid(tau (rho - 1)) A, averaged over each sequence."""
+    advantages = normalize_by_group(REWARDS)
+
+    def formula(i, t):
+        rho, tau = math.exp(DRIFT[i][t]), 1.0 if advantages[i] > 0 else 1.05
+        gate = 1 / (1 + math.exp(-tau * (rho - 1)))
+        return -4 * gate * (1 - gate) * rho * advantages[i] / (N * LENGTHS[i])
+
+    return by_token(formula)
+
+
+def dppo():
+    """Compute rho A where the probability moved by at most 0.05 in the direction of the advantage."""
+    advantages = normalize_by_group(REWARDS)
+
+    def formula(i, t):
+        shift = math.exp(SAMPLER[i][t] + DRIFT[i][t]) - math.exp(SAMPLER[i][t])
+        return (
+            0.0 if abs(shift) > 0.05 and shift * advantages[i] > 0 else -math.exp(DRIFT[i][t]) * advantages[i] / TOKENS
+        )
+
+    return by_token(formula)
+
+
+def vespo():
+    """Compute rho^k exp(lambda (1 - rho)) A with the ratio of the whole sequence."""
+    advantages = normalize_by_group(REWARDS)
+
+    def formula(i, t):
+        k, rate = (2.0, 3.0) if advantages[i] >= 0 else (3.0, 2.0)
+        rho = math.exp(sum(DRIFT[i]))
+        return -(rho**k) * math.exp(rate * (1 - rho)) * advantages[i] / TOKENS
+
+    return by_token(formula)
+
+
+def token_covariances(advantages: list[float]) -> dict[tuple[int, int], float]:
+    """Return (log pi - mean)(A - mean) of each token, over all tokens (Cui et al.)."""
+    places = [(i, t) for i, n in enumerate(LENGTHS) for t in range(n)]
+    log_prob = statistics.mean(SAMPLER[i][t] for i, t in places)
+    advantage = statistics.mean(advantages[i] for i, _ in places)
+    return {(i, t): (SAMPLER[i][t] - log_prob) * (advantages[i] - advantage) for i, t in places}
+
+
+def clip_cov():
+    """Compute PPO without one token whose covariance is in (0.2, 5): a share of 2e-4 is less than one."""
+    advantages = normalize_by_group(REWARDS)
+    inside = [place for place, c in token_covariances(advantages).items() if 0.2 < c < 5]
+    out = max(inside, key=lambda place: torch.tensor(SAMPLER[place[0]][place[1]]).item() * 1e7 % 1)  # of float32
+    return by_token(lambda i, t: 0.0 if (i, t) == out else -ppo(i, t, advantages[i]) / TOKENS)
+
+
+def kl_cov():
+    """Compute rho A, and a penalty |log rho| for the token of the largest covariance."""
+    advantages = normalize_by_group(REWARDS)
+    covariances = token_covariances(advantages)
+    largest = max(covariances, key=covariances.get)
+
+    def formula(i, t):
+        penalty = math.copysign(1.0, DRIFT[i][t]) if (i, t) == largest else 0.0
+        return (penalty - math.exp(DRIFT[i][t]) * advantages[i]) / TOKENS
+
+    return by_token(formula)
+
+
+def gpg():
+    """Compute log pi times the reward minus the group mean; all groups have a signal, so alpha is 1 (Chu et al.)."""
+    advantages = subtract_group_mean(REWARDS)
+    return by_token(lambda i, t: -advantages[i] / TOKENS)
+
+
+def gdpo():
+    """Compute GRPO's loss with the advantages of each reward, summed, then whitened over the batch."""
+    advantages = whiten_batch(normalize_by_group(REWARDS))
+    return by_token(lambda i, t: -ppo(i, t, advantages[i]) / (N * LENGTHS[i]))
+
+
+def maxrl():
+    """Compute (r - mean) / mean (Tajwar et al.)."""
+    advantages = [(r - statistics.mean(g)) / statistics.mean(g) for g in groups_of(REWARDS) for r in g]
+    return by_token(lambda i, t: -advantages[i] / N)
+
+
+def opo():
+    """Compute the reward minus the mean reward of all tokens of the group (Hao et al.)."""
+    pairs = list(zip(groups_of(REWARDS), groups_of(LENGTHS), strict=True))
+    means = [sum(r * n for r, n in zip(*pair, strict=True)) / sum(pair[1]) for pair in pairs]
+    return by_token(lambda i, t: -(REWARDS[i] - means[i // G]) / N)
+
+
+def remax():
+    """Compute the reward minus that of the greedy completion, the first of each group (Li et al.)."""
+    advantages = [REWARDS[i] - REWARDS[i // G * G] for i in range(N)]
+    return by_token(lambda i, t: -advantages[i] / (N - PROMPTS))
+
+
+def dro():
+    """Compute the gradient of (A - beta log rho)^2 / (2 beta), rho of the sequence (Richemond et al.)."""
+    advantages = leave_one_out(REWARDS)
+    return by_token(lambda i, t: -(advantages[i] - 0.05 * sum(DRIFT[i])) / N)
+
+
+def pass_at_k():
+    """Compute the analytic advantages of pass@2 (Chen et al., equations 14 and 15)."""
+    advantages = []
+    for group in groups_of(REWARDS):
+        wrong = sum(r < 1 for r in group)
+        mean = 1 - math.comb(wrong, 2) / math.comb(G, 2)
+        sigma = math.sqrt(mean * (1 - mean))
+        of_wrong = (1 - mean - math.comb(wrong - 1, 1) / math.comb(G - 1, 1)) / sigma
+        advantages += [(1 - mean) / sigma if r >= 1 else of_wrong for r in group]
+    return by_token(lambda i, t: -ppo(i, t, advantages[i]) / TOKENS)
+
+
 FORMULAS = {
     f.__name__: f
-    for f in (rloo, rloo_trl, rloo_openrlhf, grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp, reinforce_pp_baseline)
+    for f in (
+        *(rloo, rloo_trl, rloo_openrlhf, grpo, dr_grpo, dapo, gspo, luspo, gmpo, cispo, sapo, dppo, vespo, clip_cov),
+        *(kl_cov, gpg, gdpo, maxrl, opo, remax, dro, pass_at_k, reinforce_pp, reinforce_pp_baseline),
+    )
 }
 WITHOUT_CRITIC = [name for name, preset in PRESETS.items() if not preset.critic]
 
@@ -296,6 +448,8 @@ def test_a_kl_in_the_summed_reward_needs_advantages_of_that(credit):
 @pytest.mark.parametrize("where", ["reward", "token", "loss"])
 @pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_a_kl_can_be_moved_and_keeps_its_coefficient_alone(name, where):
+    if PRESETS[name].advantage.get("credit") is not None and where == "reward":
+        return  # see the test above
     own = PRESETS[name].kl
     kl = {"where": where} | ({} if own else {"coeff": 0.05})
     if where == "token" and PRESETS[name].loss["ratio"] == "sequence":
@@ -308,6 +462,8 @@ def test_a_kl_can_be_moved_and_keeps_its_coefficient_alone(name, where):
     assert places_of(method) == [coeff if place == where else 0.0 for place in ("reward", "token", "loss")]
     RLOOLoss(LogProbTable(SAMPLER), **method.loss_arguments)
     MCAdvantage(**method.advantage_arguments)
+    if PRESETS[name].advantage.get("credit") is not None:
+        return
     other = method_of(name, kl={"coeff": 0.123})
     assert other.kl == (replace(own, coeff=0.123) if own else KL("reward", 0.123))
     assert places_of(method_of(name, kl=None)) == places_of(method_of(name, kl={"coeff": 0.0})) == [0.0] * 3
@@ -391,7 +547,7 @@ def test_numbers_that_a_run_gives_may_be_set():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "grop"}, r"algorithm='grop' is unknown \(did you mean 'grpo'.*; valid: (?!.*ppo').*'rloo'"),
+        ({"name": "grop"}, r"algorithm='grop' is unknown \(did you mean 'grpo'.*; valid: (?!.* 'ppo').*'rloo'"),
         ({"name": "ppo"}, "algorithm='ppo' needs a critic.*torchrl-rloo run ppo"),
         ({"name": "rloo", "critic": True}, "algorithm='rloo' has no critic; use torchrl-rloo run rloo"),
         ({"name": "ppo", "critic": True, "advantage": {"estimator": "rloo"}}, "advantage.estimator is unknown"),
@@ -421,6 +577,13 @@ def test_numbers_that_a_run_gives_may_be_set():
 def test_settings_that_are_wrong_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         method_of(**{"name": "rloo"} | settings)
+
+
+def test_gdpo_by_name_is_grpo_with_the_credit_of_gdpo():
+    arguments = {"reward_weights": [1.0, 2.0], "prompts_per_step": PROMPTS}
+    named = make_method("gdpo", **arguments)
+    assert named.advantage == make_method("grpo", advantage={"credit": "normalize_then_sum"}, **arguments).advantage
+    assert named.loss == PRESETS["grpo"].loss
 
 
 def test_the_keys_of_an_advantage_are_those_of_the_transform():

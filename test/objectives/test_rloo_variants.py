@@ -99,7 +99,7 @@ def plain_loss(log_probs, entropies, batch, chosen: dict, seen: list[Token] | No
             if ratio == "sequence_mean":
                 log_ratio = total.detach() / n + own
             loss = plain_surrogate(surrogate, log_ratio.exp(), spread[t], new[t], old[t], **surrogate_fields)
-            if ratio == "sequence" and surrogate in ("clip", "unclipped", "sapo"):
+            if ratio == "sequence" and surrogate in ("clip", "unclipped", "sapo", "dro"):
                 loss = loss / n  # one loss for the whole sequence, shared by its tokens
             flat = not loss.requires_grad or not torch.autograd.grad(loss, new, retain_graph=True)[0].any()
             weight = 1.0
@@ -177,6 +177,7 @@ SURROGATE_CHOICES = [
     {"surrogate": {"name": "sapo", "tau_positive": 2.0, "tau_negative": 3.0}},
     {"surrogate": {"name": "dppo", "delta": 5e-4}},
     {"surrogate": "vespo"},
+    {"surrogate": {"name": "dro", "beta": 0.4}},
 ]
 AGGREGATION_CHOICES = [
     {},
@@ -186,7 +187,7 @@ AGGREGATION_CHOICES = [
 ]
 CORRECTION_CHOICES = [
     {},
-    {"correction": {"name": "tis", "high": 1.2}},
+    {"correction": {"name": "tis", "low": 0.9, "high": 1.2}},
     {"correction": {"name": "icepop", "low": 0.8, "high": 1.3}},
     {"correction": "sequence_truncate"},
     {"correction": {"name": "sequence_mask", "low": 0.4, "high": 1.5}},
@@ -232,7 +233,7 @@ def draw(generator: random.Random) -> tuple[dict, list[str]]:
     return chosen, entries
 
 
-GENERATOR = random.Random(2)
+GENERATOR = random.Random(53)
 DRAWN = [draw(GENERATOR) for _ in range(60)]
 IDS = [
     "-".join([*((split(v)[0] if isinstance(v, (str, dict)) else k) for k, v in chosen.items()), *entries])[:110]
@@ -361,6 +362,8 @@ def test_merged_metrics_of_micro_batches_are_those_of_the_whole(bigram, bigram_r
     expected |= {"correction": whole.correction.item(), "log_ratio_max": whole.log_ratio_max.item()}
     expected |= {"clip_ratio/region_mean": whole.clip_fraction.item()}
     expected |= {f"clip_ratio/{s}_mean": getattr(whole, f"clip_fraction_{s}").item() for s in ("low", "high")}
+    expected |= {"clip_ratio/low_min": whole.clip_low_min.item(), "clip_ratio/high_max": whole.clip_high_max.item()}
+    expected |= {f"importance_ratio/{end}": getattr(whole, f"ratio_{end}").item() for end in ("min", "max")}
     expected["loss"] = whole.loss.item()
     assert {name: ours.pop(name) for name in expected} == pytest.approx(expected, abs=1e-5)
     assert ours == pytest.approx({name: getattr(whole, name).item() for name in ours}, abs=1e-5)  # other terms
@@ -426,7 +429,8 @@ def test_rows_of_zero_advantage_may_go_where_the_loss_says_so(bigram, bigram_row
     rest = stack_rows([row for row in rows.unbind(0) if (row[keys.ADVANTAGE] != 0).any()])
     whole, ours = gradient_of(bigram, loss(rows, normalizers).loss), gradient_of(bigram, loss(rest, normalizers).loss)
     others = ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff")
-    assert loss.needs_zero_advantage == any(chosen.get(name) for name in others)
+    always = split(chosen.get("surrogate", "clip"))[0] == "dro"  # its penalty is on all tokens
+    assert loss.needs_zero_advantage == (always or any(chosen.get(name) for name in others))
     if not loss.needs_zero_advantage:
         assert_same_gradient(ours, whole, TOLERANCE)
     elif len(rest) < len(rows) and not (chosen.get("mask_truncated_completions")):  # the row of 0 is truncated
@@ -456,7 +460,7 @@ def test_metrics_equal_a_plain_implementation(bigram, exact_bigram, bigram_rows,
         log_probs, entropy = (x.detach() for x in exact_bigram.of_row(row))
         gaps = (log_probs - row[keys.LOG_PROBS][action]).tolist()
         log_ratios += [sum(gaps)] * copies
-        differences += map(abs, gaps)
+        differences += gaps
         entropies += entropy.tolist() * copies
         k3s += [math.exp(gap) - 1 - gap for gap in gaps] * copies
         for log_prob, ref in zip(log_probs, row[keys.REF_LOG_PROBS][action].tolist(), strict=True):
@@ -470,11 +474,21 @@ def test_metrics_equal_a_plain_implementation(bigram, exact_bigram, bigram_rows,
         fractions = {k: sum(dict((t.row, t.copies) for t in v).values()) / len(log_ratios) for k, v in flat.items()}
     else:
         fractions = {k: sum(t.copies for t in v) / n for k, v in flat.items()}
+    shares = {k: [] for k in flat}
+    for i in {t.row for t in tokens} | (set(range(len(rows))) if chosen["ratio"] == "sequence" else set()):
+        for k, v in flat.items():
+            of_row = [t.row == i for t in v]
+            number_of = sum(t.row == i for t in tokens)
+            shares[k].append(float(any(of_row)) if chosen["ratio"] == "sequence" else sum(of_row) / number_of)
     expected = {
+        "clip_low_min": min(shares["low"]),
+        "clip_high_max": max(shares["high"]),
         "entropy": sum(entropies) / n,
         "kl_approx": sum(k3s) / n,
         "kl_to_ref": sum(to_ref) / n,
-        "log_ratio_max": max(differences),
+        "log_ratio_max": max(map(abs, differences)),
+        "ratio_min": math.exp(min(differences)),
+        "ratio_max": math.exp(max(differences)),
         "ESS": sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)),
         "num_action_tokens": n,
         "kept": sum(t.copies * (t.correction != 0) for t in tokens) / n,
@@ -588,8 +602,8 @@ IMPOSSIBLE = {
     ),
     "field of another": ({"ratio": "token", "surrogate": {"name": "cispo", "dual": 3.0}}, "unknown field 'dual'"),
     "field of another correction": (
-        {"correction": {"name": "tis", "low": 0.1}, "old_log_probs": "proximal"},
-        "unknown field 'low'.*high",
+        {"correction": {"name": "tis", "token_high": 0.1}, "old_log_probs": "proximal"},
+        "unknown field 'token_high'.*high",
     ),
 }
 

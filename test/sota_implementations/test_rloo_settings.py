@@ -103,6 +103,12 @@ TRAINED = {
     "packed": ["algorithm=rloo_openrlhf", "train.packing=packed", "kl.coeff=null"],
     "shared_prefix": ["algorithm=grpo", "train.packing=shared_prefix", "kl.coeff=0.1", "kl.target=0.01"],
     "tokens": ["algorithm=cispo", "train.micro_batch_tokens=300"],
+    "greedy": ["algorithm=remax"],
+    "covariance": ["algorithm=kl_cov", "plan.minibatches=2"],
+    "adaptive": [
+        *("curriculum.pass_rate={}", "curriculum.adaptive_prompts=2", "kl.target=[0.01,0.02]"),
+        "curriculum.refill={oversample: 1.5, mean_range: [0.01, 0.99]}",
+    ],
     "proximal": ["algorithm=gspo", "loss.old_log_probs=proximal", "loss.correction=tis"],
 }
 
@@ -114,7 +120,9 @@ def test_options_of_a_step_train(overrides, importable, tmp_path, options):
     steps = read_jsonl(tmp_path / "metrics.jsonl")[1:]
     assert all(r["grad_norm"] > 0 and r["kl_coeff"] > 0 for r in steps)
     assert [name for r in steps for name, value in r.items() if value is None] == []
-    assert ("kl.target=0.01" in TRAINED[options]) == (len({r["kl_coeff"] for r in steps}) > 1)
+    adapts = any(setting.startswith("kl.target=") for setting in TRAINED[options])
+    assert adapts == (len({r["kl_coeff"] for r in steps}) > 1)
+    assert all(r["skipped_zero_adv_batches"] == 0 for r in steps)
 
 
 # ----------------------------------------------------------------------------------------------------- wrong settings
@@ -143,6 +151,8 @@ EARLY = [  # refused before torch is imported
     ("curriculum.refill.max_batches=many", "curriculum.refill.max_batches=many must be an integer"),
     ("curriculum.refill=4", "curriculum.refill=4 must be null or a mapping of settings"),
     ("curriculum.cache={capacity:8}", "curriculum.cache requires curriculum.refill"),
+    ("curriculum.adaptive_prompts=4", "curriculum.adaptive_prompts=4 requires curriculum.pass_rate"),
+    ("curriculum.refill={oversample:0.5}", "curriculum.refill.oversample=0.5 must be at least 1"),
     ("plan.steps=0", "plan.steps=0 must be at least 1"),
     ("eval.every=-1", "eval.every=-1 must be at least 0"),
     ("eval.batch_size=0", "eval.batch_size=0 must be at least 1"),

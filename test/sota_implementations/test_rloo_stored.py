@@ -115,7 +115,7 @@ def test_rows_are_collected_alone_and_trained_on_later(overrides, importable, tm
             "collector.min_members=2 has no effect",
         ),
         (["rollouts.source=a", "collector.on_stale=wait"], "set mask or baseline"),
-        (["rollouts.source=a", "curriculum.rerolls={}"], "curriculum.rerolls chooses prompts and has no effect"),
+        (["rollouts.source=a", "curriculum.rerolls={}"], "curriculum.rerolls guides sampling and has no effect"),
         (["rollouts.source=a", "reward.shaping=[{_target_: x}]"], "reward.shaping has no effect"),
         (["stop_after=0"], "stop_after=0 must be at least 1"),
     ],

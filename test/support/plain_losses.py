@@ -34,8 +34,17 @@ def plain_surrogate(name, rho, advantage, log_prob, old, *, low=None, high=None,
         tau = chosen.get("tau_positive", 1.0) if advantage > 0 else chosen.get("tau_negative", 1.05)
         return -4 / tau * logistic(tau * (rho - 1)) * advantage
     if name == "dppo":
-        shifted = abs(math.exp(log_prob.item()) - math.exp(old)) > chosen.get("delta", 0.15)
+        p, q = math.exp(old), math.exp(log_prob.item())
+        divergence = abs(p - q)
+        if chosen.get("divergence") == "kl":
+            divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        shifted = divergence > chosen.get("delta", 0.15)
         return -rho * advantage * (0 if shifted and (rho.item() - 1) * advantage > 0 else 1)
+    if name == "dro":
+        beta = chosen.get("beta", 0.05)
+        return ((advantage - beta * rho.log()) ** 2 - advantage**2) / (2 * beta)
+    if name == "shaping":
+        return -rho / (rho + chosen.get("gamma", 0.1)) * advantage
     assert name == "vespo"
     default_k, default_lambda, sign = (2.0, 3.0, "positive") if advantage >= 0 else (3.0, 2.0, "negative")
     k, lambda_ = chosen.get(f"k_{sign}", default_k), chosen.get(f"lambda_{sign}", default_lambda)
@@ -45,11 +54,11 @@ def plain_surrogate(name, rho, advantage, log_prob, old, *, low=None, high=None,
 def plain_weight(name, log_weights: list[float], t: int, *, low=None, high=None, token_high=2.0) -> float:
     token, product = math.exp(log_weights[t]), math.exp(sum(log_weights))
     if name == "tis":
-        return min(token, 2.0 if high is None else high)
+        return max(min(token, 2.0 if high is None else high), low or 0.0)
     if name == "icepop":
         return token if (0.5 if low is None else low) <= token <= (5.0 if high is None else high) else 0.0
     if name == "sequence_truncate":
-        return min(product, 2.0 if high is None else high)
+        return max(min(product, 2.0 if high is None else high), low or 0.0)
     if name == "sequence_mask":
         return product if (0.0 if low is None else low) <= product <= (2.0 if high is None else high) else 0.0
     assert name == "seq_mask_tis"

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 Algorithm = Annotated[
     str,
     OneOf(  # objectives.PRESETS without those that train a critic
-        *("rloo", "rloo_trl", "rloo_openrlhf", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp"),
-        "reinforce_pp_baseline",
+        *("rloo", "rloo_trl", "rloo_openrlhf", "grpo", "dr_grpo", "dapo", "gspo", "luspo", "gmpo", "cispo", "sapo"),
+        *("dppo", "vespo", "clip_cov", "kl_cov", "gpg", "gdpo", "maxrl", "opo", "remax", "dro", "pass_at_k"),
+        *("reinforce_pp", "reinforce_pp_baseline"),
         ppo="it needs a critic, which this recipe does not train; use torchrl-rloo run ppo",
     ),
 ]
@@ -160,9 +161,14 @@ class RLOOConfig(LoopConfig):
             kl=non_null_fields(self.kl),
             max_new_tokens=self.generate.max_new_tokens,
             prompts_per_step=self.plan.prompts_per_step,
-            num_generations=self.plan.num_generations,
+            num_generations=None if self.curriculum.adaptive_prompts else self.plan.num_generations,
             reward_weights=reward_weights,
         )
+        shown, surrogate = self.curriculum.demonstrations, method.loss.get("demonstration_surrogate")
+        if shown is None and surrogate is not None and self.rollouts.source is None:
+            raise ValueError(f"loss.demonstration_surrogate={surrogate} requires curriculum.demonstrations, a column")
+        if shown is not None and method.kl is not None and method.kl.where != "loss":
+            raise ValueError(f"curriculum.demonstrations={shown} requires kl.where=loss, not {method.kl.where}")
         if self.reference.sync_every and method.kl is None:
             raise ValueError(
                 f"reference.sync_every={self.reference.sync_every} has no effect: {self.algorithm} has no KL; set "
@@ -288,7 +294,7 @@ def check_ray(cfg: RLOOConfig) -> None:
                 f"rollouts.{f.name}={value} needs the rows on rank 0 and cannot be combined with engines on a cluster; "
                 "remove it, or use an engine of one machine"
             )
-    for name in ("refill", "cache"):
+    for name in ("refill", "cache", "adaptive_prompts"):
         if getattr(cfg.curriculum, name) is not None:
             raise ValueError(
                 f"curriculum.{name} needs all rows on rank 0 and cannot be combined with engines on a cluster; set it "
@@ -319,9 +325,9 @@ def check_stored(cfg: RLOOConfig) -> None:
             raise ValueError(f"collector.{f.name}={value} has no effect {given}; remove it")
     if cfg.collector.on_stale not in ("mask", "baseline"):
         raise ValueError(f"collector.on_stale={cfg.collector.on_stale} samples again; {given} set mask or baseline")
-    for name in ("pass_rate", "rerolls"):
+    for name in ("pass_rate", "adaptive_prompts", "rerolls", "demonstrations"):
         if getattr(cfg.curriculum, name) is not None:
-            raise ValueError(f"curriculum.{name} chooses prompts and has no effect {given}; set it to null")
+            raise ValueError(f"curriculum.{name} guides sampling and has no effect {given}; set it to null")
     for name in ("shaping", "turns"):
         if getattr(cfg.reward, name):
             raise ValueError(f"reward.{name} has no effect {given}, whose returns are complete; set it to []")

@@ -194,7 +194,7 @@ class KLConfig:
     estimator: Annotated[str, OneOf("k1", "k2", "k3")] | None = None  # k1, k2 or k3; null: the method's
     clip: Positive | None = None  # bound of the KL of a token, in nats, for where=token; null: the method's
     discount: Share | None = None  # of the KL of later tokens, for where=token; 0: only its own; null: the credit's
-    target: Positive | None = None  # KL to hold by adapting the coefficient, in nats per action token; null: constant
+    target: Any = None  # KL to hold by adapting the coefficient, nats per action token, or [low, high]; null: constant
 
     def __post_init__(self):
         for name in ("where", "estimator", "clip", "discount", "target"):

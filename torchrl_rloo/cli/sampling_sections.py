@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field, fields
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from torchrl_rloo.cli.fields import (
     DType,
     OneOf,
     Positive,
+    Range,
     Whole,
     non_null_fields,
     parse_section,
@@ -193,6 +195,8 @@ class RefillConfig:
     max_batches: Count | None = None  # rollout batches to collect for one step, at most
     max_age: Whole | None = None  # policy versions that a surplus group may be stale
     tolerance: float | None = None  # largest difference of returns in a group without signal
+    mean_range: list[float] | None = None  # [low, high] that the mean return of a group must be between
+    oversample: Annotated[float, Range(1)] | None = None  # groups of a rollout batch, as a multiple of those of a step
 
 
 @dataclass
@@ -209,8 +213,10 @@ class CurriculumConfig:
     """Choice of prompts and groups to train on; all off by default."""
 
     pass_rate: Any = None  # prefer prompts solved sometimes: {target: [0.1, 0.9], floor, window, retire, success}
+    adaptive_prompts: Count | None = None  # prompts of a step that share its groups by pass rate; null: one group each
     rerolls: Any = None  # draw unsolved prompts again later: {delay, growth, max_share: 0.25, max_tries, threshold}
     refill: Any = None  # sample until the batch is full of groups with signal: {max_batches: 4, max_age, tolerance}
+    demonstrations: str | None = None  # column with completions that members of the group take as theirs; null: none
     cache: Any = None  # fill the rest of a refilled batch with earlier groups: {capacity: 64, max_uses, max_age}
 
     def __post_init__(self):
@@ -218,14 +224,23 @@ class CurriculumConfig:
         self.rerolls = parse_section(RerollsConfig, self.rerolls, "curriculum.rerolls")
         self.refill = parse_section(RefillConfig, self.refill, "curriculum.refill")
         self.cache = parse_section(CacheConfig, self.cache, "curriculum.cache")
+        if self.adaptive_prompts is not None and (self.pass_rate is None or self.rerolls is not None):
+            raise ValueError(
+                f"curriculum.adaptive_prompts={self.adaptive_prompts} requires curriculum.pass_rate and cannot be "
+                "combined with curriculum.rerolls; set curriculum.pass_rate={} and curriculum.rerolls=null"
+            )
         if self.cache is not None and self.refill is None:
             raise ValueError("curriculum.cache requires curriculum.refill; set curriculum.refill={}")
 
+    def groups_per_batch(self, prompts_per_step: int) -> int:
+        """Return the number of groups of a rollout batch."""
+        return ceil(prompts_per_step * ((self.refill and self.refill.oversample) or 1))
+
     def make_sampler(
-        self, task: TaskBase, prompts: PromptDataset, rewards: RewardTransform, prompts_per_step: int
+        self, task: TaskBase, prompts: PromptDataset, rewards: RewardTransform, prompts_per_step: int, members: int
     ) -> PromptSampler | None:
         """Build the prompt sampler: shuffled epochs (None), shares of a mixture, or by pass rate."""
-        from torchrl_rloo.data import DeferredRerolls, MixtureSampler, PassRatePool
+        from torchrl_rloo.data.sampling import AdaptiveGroups, DeferredRerolls, MixtureSampler, PassRatePool
 
         sampler, size = task.make_sampler(prompts), len(prompts)
         returns = rewards.returns(raw=True)  # shaping does not change whether a prompt is solved
@@ -233,6 +248,9 @@ class CurriculumConfig:
             if sampler is not None:
                 raise ValueError("curriculum.pass_rate cannot be combined with a mixture's weights; set it to null")
             sampler = PassRatePool(size, returns=returns, **non_null_fields(self.pass_rate))
+        if self.adaptive_prompts is not None:
+            draws = self.groups_per_batch(prompts_per_step)
+            sampler = AdaptiveGroups(sampler, prompts=self.adaptive_prompts, draws=draws, members=members)
         if self.rerolls is not None:
             settings = {"delay": 10 * prompts_per_step} | non_null_fields(self.rerolls)
             sampler = DeferredRerolls(sampler or MixtureSampler([size]), returns=returns, **settings)
@@ -269,9 +287,11 @@ class CurriculumConfig:
                     "curriculum.refill drops groups without signal and cannot be combined with advantages that compare "
                     "groups; set curriculum.refill=null, or use an algorithm that compares rows of a group (rloo, grpo)"
                 )
-            settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | non_null_fields(self.refill)
+            settings = {"observers": [observe] if observe else []} | non_null_fields(self.refill)
+            settings.pop("oversample", None)
             returns = rewards.returns(per_function=isinstance(advantage.credit, replay.NormalizeThenSum))
-            signal = replay.ZeroSignalFilter(settings.pop("tolerance"), returns=returns)
+            kept = {name: settings.pop(name) for name in ("tolerance", "mean_range") if name in settings}
+            signal = replay.ZeroSignalFilter(returns=returns, **kept)
             refill = RefillingCollector(collector, signal, prompts_per_step, **settings)
         if self.cache is not None:
             cache = replay.GroupCache(scorer=scorer, **limits, **non_null_fields(self.cache))

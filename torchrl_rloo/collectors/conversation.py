@@ -36,6 +36,7 @@ _OUTCOME_KEYS = ("done", "terminated", "truncated", "stop_reason", "rewards", "r
 _OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra", keys.ROLE_RECORD[1])
 # Entries that only the environment reads
 _DROPPED_KEYS = (keys.MAX_NEW_TOKENS, keys.INITIAL_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
+_DROPPED_KEYS += (keys.DEMONSTRATION_IDS,)
 _LEFT_KEYS = frozenset({*_TURN_KEYS, *_OUTCOME_KEYS, *_DROPPED_KEYS, "reward"})  # not taken from the conversation
 # Entries of "next" that are not part of the state before the next turn
 _SCORE_KEYS = ("reward", "rewards", "raw_rewards", "ref_log_probs")

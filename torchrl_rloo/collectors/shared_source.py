@@ -146,7 +146,8 @@ class SharedSource:
         def is_current(row: TensorDictBase) -> bool:
             cached = int(row[keys.GROUP_ID]) >= FIRST_CACHED_GROUP  # whose log-probs are already the trainer's
             whole = keys.PREVIOUS_SEGMENTS not in row.keys()
-            return whole and not cached and int(row[keys.POLICY_VERSION]) == self.policy_version
+            sampled = int(row.get(keys.ORIGIN, keys.SAMPLED)) == keys.SAMPLED
+            return whole and sampled and not cached and int(row[keys.POLICY_VERSION]) == self.policy_version
 
         return stack_rows([row for row in self._own_rows(rows) if is_current(row)])
 

@@ -48,6 +48,8 @@ Optional entries:
 ``VALUE_TARGET``              ``[T, 1]``   float32  regression target of the value estimate
 ``SAMPLE_WEIGHT``             ``[]``       float32  factor of the row's loss
 ``MULTIPLICITY``              ``[]``       int64    number of identical rows that this row represents
+``ORIGIN``                    ``[]``       int64    where the tokens come from: ``SAMPLED`` (0), ``GREEDY`` (1) or
+                                                    ``DEMONSTRATION`` (2)
 ``ROLE``                      non-tensor   -        name of the role, in rows of conversations of several roles
 ``ROLE_ID``                   ``[]``       int64    index of the role
 ``CONVERSATION_GROUP``        ``[]``       int64    ``GROUP_ID`` of the conversation that a role's row is part of
@@ -105,6 +107,9 @@ STATE_VALUE = "state_value"
 VALUE_TARGET = "value_target"
 SAMPLE_WEIGHT = "sample_weight"
 MULTIPLICITY = "multiplicity"
+ORIGIN = "origin"
+SAMPLED, GREEDY, DEMONSTRATION = range(3)  # values of ORIGIN
+DEMONSTRATION_IDS = "demonstration_ids"  # int64 [n]: turn that is taken instead of a sample, until it is
 ROLE = "role"
 ROLE_ID = "role_id"
 CONVERSATION_GROUP = "conversation_group"
@@ -141,6 +146,8 @@ RESERVED = frozenset(
         VALUE_TARGET,
         SAMPLE_WEIGHT,
         MULTIPLICITY,
+        ORIGIN,
+        DEMONSTRATION_IDS,
         ROLE_ID,
         CONVERSATION_GROUP,
         TRAJECTORY_ID,

@@ -67,6 +67,14 @@ def _scores(rows: TensorDictBase, raw: bool) -> torch.Tensor:
     return torch.stack(ragged(rows, key))
 
 
+def sampled_rows(rows: TensorDictBase) -> TensorDictBase:
+    """Return the rows that the policy sampled, without greedy members and demonstrations; ``[B]`` to ``[B']``."""
+    if not len(rows) or (origins := rows.get(keys.ORIGIN, None)) is None:
+        return rows
+    kept = [row for row, origin in zip(rows.unbind(0), origins.flatten(), strict=True) if origin == keys.SAMPLED]
+    return stack_rows(kept) if kept else rows[:0]
+
+
 def group_rows(rows: TensorDictBase) -> dict[int, TensorDictBase]:
     """Return the rows of each group, sorted by ``"group_id"`` so that their order of arrival does not matter."""
     members: dict[int, list[TensorDictBase]] = {}

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import Returns, final_return, group_rows
+from torchrl_rloo.data.outcomes import Returns, final_return, group_rows, sampled_rows
 
 
 @runtime_checkable
@@ -236,8 +236,13 @@ class PassRatePool:
 
     def pass_rate(self, prompt: int) -> float | None:
         """Return the estimated pass rate of a prompt, or None if no row of it has a return yet."""
-        groups = self._groups.get(prompt)
-        return sum(p for p, _ in groups.values()) / sum(n for _, n in groups.values()) if groups else None
+        passed, answered = self.record(prompt)
+        return passed / answered if answered else None
+
+    def record(self, prompt: int) -> tuple[int, int]:
+        """Return how many rows of a prompt passed, and how many answered."""
+        groups = self._groups.get(prompt, {}).values()
+        return sum(passed for passed, _ in groups), sum(answered for _, answered in groups)
 
     def difficulty(self, prompt: int) -> Difficulty:
         """Return the difficulty of a prompt relative to the range."""
@@ -262,7 +267,7 @@ class PassRatePool:
             ValueError: if a ``"prompt_id"`` is not below ``size``.
         """
         outcomes: dict[int, list[tuple[int, int, int]]] = {}
-        for group_id, members in group_rows(rows).items():
+        for group_id, members in group_rows(sampled_rows(rows)).items():
             prompt = int(members[0][keys.PROMPT_ID])
             if not 0 <= prompt < self.size:
                 raise ValueError(f"prompt_id={prompt} must be at least 0 and below the pool's size={self.size}")
@@ -313,6 +318,55 @@ class PassRatePool:
         self._drawn, self._candidates = set(state["drawn"]), None
         self.counts.clear()
         self.counts.update(state["counts"])
+
+
+class AdaptiveGroups:
+    """Prompt sampler that draws some prompts of a step several times, within a fixed number of draws.
+
+    A step of ``draws`` groups of ``members`` rows has ``prompts`` different prompts of the pool. Each gets one group.
+    The others go, one by one, to the prompt whose value grows most, with ``n`` rows and a pass rate ``p`` (Knapsack RL,
+    Li et al. 2025, arXiv 2509.25849)::
+
+        v(n, p) = (1 - p^n - (1 - p)^n) * p * (1 - p)^2,    p = (passed + 1) / (answered + 2)
+
+    :func:`~torchrl_rloo.replay.merge_groups` then makes one group of the groups of a prompt.
+    """
+
+    def __init__(self, pool: PassRatePool, *, prompts: int, draws: int, members: int):
+        if not 1 <= prompts <= min(draws, pool.size):
+            raise ValueError(f"prompts={prompts} must be at least 1 and at most draws={draws} and size={pool.size}")
+        self.pool, self.prompts, self.draws, self.members = pool, prompts, draws, members
+        self.update, self.metrics = pool.update, pool.metrics
+        self._queue: list[int] = []
+
+    counts = property(lambda self: self.pool.counts)
+
+    def value(self, prompt: int, rows: int) -> float:
+        """Return the value of a number of rows of a prompt."""
+        passed, answered = self.pool.record(prompt)
+        p = (passed + 1) / (answered + 2)
+        return (1 - p**rows - (1 - p) ** rows) * p * (1 - p) ** 2
+
+    def draw(self, generator: torch.Generator) -> int:
+        """Return the index of the next prompt."""
+        if not self._queue:
+            rows: dict[int, int] = {}
+            while len(rows) < self.prompts:
+                rows[self.pool.draw(generator)] = self.members
+            for _ in range(self.draws - self.prompts):
+                gains = {p: self.value(p, n + self.members) - self.value(p, n) for p, n in rows.items()}
+                rows[max(gains, key=gains.get)] += self.members
+            self._queue = [prompt for prompt, n in rows.items() for _ in range(n // self.members)]
+        return self._queue.pop(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rest of the step and the pool's state."""
+        return {"queue": list(self._queue), "pool": self.pool.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the rest of the step and the pool."""
+        self._queue = list(state["queue"])
+        self.pool.load_state_dict(state["pool"])
 
 
 class DeferredRerolls:
@@ -416,7 +470,7 @@ class DeferredRerolls:
         """
         if hasattr(self.sampler, "update"):
             self.sampler.update(rows)
-        for members in group_rows(rows).values():
+        for members in group_rows(sampled_rows(rows)).values():
             returns, prompt = self.returns(members), int(members[0][keys.PROMPT_ID])
             answered = returns[~returns.isnan()]
             if not len(answered):

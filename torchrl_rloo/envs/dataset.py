@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.envs import Compose, Transform, TransformedEnv
 
+from torchrl_rloo.data import keys
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import rows_to_reset
 from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.data.segments import drop_samples
 from torchrl_rloo.data.stop_reasons import name_end
+from torchrl_rloo.data.templates import encode, encode_conversation, encode_prompt, is_conversation
 from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.signed import SignedEnv
@@ -69,6 +73,10 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         transforms: transforms between the primer and the rewards, in order, such as feedback and limits, and tools.
         after_rewards: transforms after the rewards, in order: score shaping, then a :class:`KLRewardTransform`.
         shuffle, seed, epochs, sampler: see :class:`DataLoadingPrimer`.
+        greedy_member: whether one member of each group is greedy, as the baseline of ReMax.
+        demonstrations: column with a completion, or a list of them, that members of the group take as their turn. They
+            are encoded by the chat template and scored like the others. Their behavior log-probs are 0, as if the
+            demonstrator chose each token with probability 1. They require a single turn. None samples all members.
         make_primer: function that makes the primer from the dataset and the arguments above, such as a partial
             :class:`~torchrl_rloo.ray.RayDataLoadingPrimer`.
         **chat: further arguments of :class:`ChatEnv`, such as ``input_mode``, ``system_prompt``, limits and
@@ -113,6 +121,8 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         seed: int = 0,
         epochs: int | None = None,
         sampler: PromptSampler | None = None,
+        greedy_member: bool = False,
+        demonstrations: str | None = None,
         make_primer: Callable[..., DataLoadingPrimer] = DataLoadingPrimer,
         **chat: Any,
     ):
@@ -137,6 +147,16 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         base = ChatEnv(tokenizer, batch_size=prompts_per_batch * num_generations, **chat)
         draws = {"shuffle": shuffle, "seed": seed, "epochs": epochs, "sampler": sampler}
         base.dataset = dataset
+        if greedy_member:
+            draws["greedy"] = True
+        if demonstrations is not None:
+            if demonstrations not in dataset.columns or transforms:
+                raise ValueError(
+                    f"demonstrations={demonstrations!r} must be one of the columns {sorted(dataset.columns)}, and "
+                    "cannot be combined with transforms, which may add turns"
+                )
+            options = {"column": demonstrations, "template_kwargs": chat.get("template_kwargs") or {}}
+            draws["demonstrations"] = partial(_encode_demonstrations, tokenizer, **options)
         primer = make_primer(dataset, num_generations=num_generations, **draws)
         # Rewards; columns can be checked only without transforms, since these may add columns
         if rewards is not None and not isinstance(rewards, RewardTransform):
@@ -161,6 +181,28 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
                 if fresh:
                     drop_samples(row)
         return super()._reset_proc_data(tensordict, tensordict_reset)
+
+
+def _encode_demonstrations(
+    tokenizer, prompt: Mapping[str, Any], *, column: str, template_kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Return the ids that the policy would have sampled, had it given each completion of a prompt."""
+    query, texts = prompt[keys.QUERY], prompt[column]
+    turns = []
+    for text in [texts] if isinstance(texts, str) else texts or ():
+        if is_conversation(query):
+            answer = {"role": "assistant", "content": text}
+            ids, mask = encode_conversation(tokenizer, [*query, answer], **template_kwargs)
+            before = encode_prompt(tokenizer, query, **template_kwargs)
+            end = len(mask) - mask[::-1].index(True)
+            if ids[: len(before)] != before or end <= len(before):
+                raise ValueError(
+                    f"{column}={text!r:.60}: the chat template changes the prompt once an answer follows; correct it"
+                )
+            turns.append(torch.tensor(ids[len(before) : end]))
+        else:
+            turns.append(torch.tensor([*encode(tokenizer, text), tokenizer.eos_token_id]))
+    return turns
 
 
 _REMEDIES = {

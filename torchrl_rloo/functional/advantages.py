@@ -1,20 +1,22 @@
 """Advantage estimators: returns of groups of trajectories to one advantage per trajectory.
 
-Every estimator has the signature ``(rewards [N], groups [N]) -> advantages [N]``. ``groups`` holds the group index of
-each row, in any order, and groups may differ in size. A row with a NaN reward abstains: it is excluded from every
-statistic and gets advantage 0. Sums are formed in float64 after the smallest reward of the group is subtracted, so
-equal rewards of any magnitude give exactly 0.
+Every estimator has the signature ``(rewards [N], groups [N]) -> advantages [N]``; some take a third argument.
+``groups`` holds the group index of each row, in any order, and groups may differ in size. A row with a NaN reward
+abstains: it is excluded from every statistic and gets advantage 0. Sums are formed in float64 after the smallest reward
+of the group is subtracted, so equal rewards of any magnitude give exactly 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from torchrl_rloo.runtime.lookup import Choice, number_field
+
+Estimator = Callable[..., torch.Tensor]
 Reduce = Callable[[torch.Tensor, str], torch.Tensor]  # "sum" or "max" over the ranks that share a batch
 
 STD_EPSILON = 1e-4  # added to a standard deviation before dividing by it, as in TRL
@@ -119,6 +121,82 @@ def mean_normalized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
     deviations, count = _center(rewards, groups)
     size = _group_sum(rewards.double().abs().nan_to_num(0.0), groups) / count.clamp(min=1)
     return torch.where(size > 0, deviations / size, 0.0).to(rewards.dtype)
+
+
+def length_weighted(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Subtract from each reward the mean reward of its group, weighted by the lengths of the rows.
+
+    OPO, Hao et al. 2025 (arXiv 2505.23585), with ``l`` the number of action tokens of a row::
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j
+
+    Shapes: ``rewards [N]``, ``groups [N]``, ``lengths [N]`` to ``[N]``.
+    """
+    r, count, valid = _subtract_minimum(rewards, groups)
+    weights = torch.where(valid, lengths.double(), 0.0)
+    baseline = _group_sum(weights * r, groups) / _group_sum(weights, groups).clamp(min=1)
+    return torch.where(valid & (count > 1), r - baseline, 0.0).to(rewards.dtype)
+
+
+def greedy_baseline(rewards: torch.Tensor, groups: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
+    """Subtract from each reward that of the greedy completion of its group.
+
+    ReMax, Li et al. 2023 (arXiv 2310.10505): ``A_i = r_i - r_greedy``. The greedy row itself gets 0, as do groups
+    whose greedy row is missing or abstains.
+
+    Shapes: ``rewards [N]``, ``groups [N]``, ``greedy [N]`` bool to ``[N]``.
+    """
+    r, _, valid = _subtract_minimum(rewards, groups)
+    known = valid & greedy
+    baseline = _group_sum(torch.where(known, r, 0.0), groups)
+    return torch.where(valid & ~greedy & (_group_sum(known.double(), groups) > 0), r - baseline, 0.0).to(rewards.dtype)
+
+
+def leave_one_out_max(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Return what each row adds to the best reward of its group.
+
+    Tang et al. 2025 (arXiv 2503.19595): ``A_i = max_j r_j - max_{j != i} r_j``. Only a single best row gets a signal.
+
+    Shapes: ``rewards [N]``, ``groups [N]`` to ``[N]``.
+    """
+    r, count, valid = _subtract_minimum(rewards, groups)
+    best = valid & (r == _group_max(torch.where(valid, r, -torch.inf), groups))
+    second = _group_max(torch.where(valid & ~best, r, -torch.inf), groups)
+    alone = best & (_group_sum(best.double(), groups) == 1) & (count > 1)
+    return torch.where(alone, r - second, 0.0).to(rewards.dtype)
+
+
+@dataclass(frozen=True)
+class PassAtK(Choice):
+    """Normalized advantages of the reward of ``k`` members together, which is 1 if one of them is right.
+
+    Pass@k training, Chen et al. 2025 (arXiv 2508.10751), over all choices of ``k`` among ``n`` members, ``w`` of them
+    wrong. With ``F = C(w, k) / C(n, k)`` and ``s = sqrt(F (1 - F))``::
+
+        A_i = F / s if r_i >= success else (F - C(w - 1, k - 1) / C(n - 1, k - 1)) / s
+
+    Groups of fewer than ``k`` valid rows, and those in which any choice or none has a right row, get 0.
+    """
+
+    k: int = number_field(4, low=1)  # members that are judged together, at most those of a group
+    success: float = 1.0  # smallest reward of a right row
+    rescales: ClassVar[bool] = True
+    needs_group: ClassVar[bool] = True
+
+    def __call__(self, rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        """Return the advantages ``[N]`` of rewards ``[N]``."""
+        right, valid = rewards >= self.success, ~rewards.isnan()
+        count, wrong = (_group_sum(rows.double(), groups) for rows in (valid, valid & ~right))
+
+        def share(skipped: int) -> torch.Tensor:
+            """Return the share of the choices in which all members are wrong, given that the first are."""
+            factors = [(wrong - i).clamp(min=0) / (count - i).clamp(min=1) for i in range(skipped, int(self.k))]
+            return torch.stack([torch.ones_like(count), *factors]).prod(0)
+
+        fail = share(0)
+        std = (fail * (1 - fail)).sqrt()
+        gained = torch.where(right, fail, fail - share(1))
+        return torch.where(valid & (std > 0), gained / std, 0.0).to(rewards.dtype)
 
 
 def no_baseline(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -247,10 +325,8 @@ class Whiten:
         if not self.center and not self.scale:
             raise ValueError("Whiten: center=False and scale=False do nothing; set one of them or remove whiten")
 
-    def __call__(
-        self, advantages: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor, magnitude: float, reduce: Reduce
-    ) -> torch.Tensor:
-        """Return the normalized advantages ``[N, L]``. ``rewards`` ``[M]`` are ignored."""
+    def __call__(self, advantages, mask, rewards, magnitude, reduce, groups) -> torch.Tensor:
+        """Return the normalized advantages ``[N, L]``. ``rewards`` ``[M]`` and ``groups`` ``[N]`` are ignored."""
         settings = {"center": self.center, "scale": self.scale}
         return whiten(advantages, mask, **settings, magnitude=magnitude, reduce=reduce)
 
@@ -269,21 +345,38 @@ class RewardStd:
     def __post_init__(self) -> None:
         _check_groups(self)
 
-    def __call__(
-        self, advantages: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor, magnitude: float, reduce: Reduce
-    ) -> torch.Tensor:
+    def __call__(self, advantages, mask, rewards, magnitude, reduce, groups) -> torch.Tensor:
         """Return the normalized advantages ``[N, L]``. ``rewards`` are ``[M]``, NaN where a row abstains."""
         _, std, signal = _center_batch(rewards[~rewards.isnan()], 0.0, reduce)
         return torch.where(mask & signal, advantages / (std + STD_EPSILON), 0.0).to(advantages.dtype)
 
 
-def _check_groups(normalization: Whiten | RewardStd) -> None:
+@dataclass(frozen=True)
+class SignalShare:
+    """Division of advantages by the share of the rows of a batch whose group has a signal.
+
+    GPG, Chu et al. 2025 (arXiv 2504.02546): ``A_i * B / (B - M)``, with ``M`` of ``B`` rows in groups of equal rewards.
+    """
+
+    groups: int  # complete groups per batch, e.g. prompts per step
+
+    def __post_init__(self) -> None:
+        _check_groups(self)
+
+    def __call__(self, advantages, mask, rewards, magnitude, reduce, groups) -> torch.Tensor:
+        """Return the scaled advantages ``[N, L]`` of rows in ``groups`` ``[N]``. The other arguments are ignored."""
+        signal = _group_max((advantages != 0).any(-1).double(), groups) > 0
+        rows, with_signal = reduce(torch.tensor([float(len(signal)), float(signal.sum())]), "sum")
+        return advantages * float(rows / with_signal.clamp(min=1))
+
+
+def _check_groups(normalization: Whiten | RewardStd | SignalShare) -> None:
     groups = normalization.groups
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise ValueError(f"{type(normalization).__name__}: groups={groups!r} must be a whole number of at least 1")
 
 
-NORMALIZATIONS: dict[str, type] = {"whiten": Whiten, "reward_std": RewardStd}
+NORMALIZATIONS: dict[str, type] = {"whiten": Whiten, "reward_std": RewardStd, "signal_share": SignalShare}
 
 
 @dataclass(frozen=True)
@@ -297,30 +390,38 @@ class EstimatorSpec:
         rescales: True if it rescales rewards, so its result is not a reward minus a baseline.
         needs_group: True if a row alone in its group gets no signal.
         wants_prompts: True if it takes the prompt ids ``[N]`` as a third argument.
+        wants_lengths: True if it takes the numbers of action tokens ``[N]`` as a third argument.
+        wants_greedy: True if it takes the mask ``[N]`` of greedy rows as a third argument; these are not trained on.
     """
 
     function: Estimator
     rescales: bool = False
     needs_group: bool = True
     wants_prompts: bool = False
+    wants_lengths: bool = False
+    wants_greedy: bool = False
 
-    def __call__(self, rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rewards: torch.Tensor, groups: torch.Tensor, *third: torch.Tensor) -> torch.Tensor:
         """Return the advantages ``[N]`` of rewards ``[N]``."""
-        return self.function(rewards, groups)
+        return self.function(rewards, groups, *third)
 
 
-_OPTIONS = {"rescales": True, "needs_group": False, "wants_prompts": False}
+_OPTIONS = {"rescales": True, "needs_group": False}  # False for all others
 
 
 def estimator_option(estimator: Estimator, name: str) -> Any:
     """Return a property of an estimator, or the default that assumes least."""
-    return getattr(estimator, name, _OPTIONS[name])
+    return getattr(estimator, name, _OPTIONS.get(name, False))
 
 
-ESTIMATORS: dict[str, EstimatorSpec] = {
+ESTIMATORS: dict[str, EstimatorSpec | type] = {
     "rloo": EstimatorSpec(leave_one_out),
     "grpo": EstimatorSpec(group_normalized, rescales=True),
     "dr_grpo": EstimatorSpec(group_centered),
     "maxrl": EstimatorSpec(mean_normalized, rescales=True),
+    "opo": EstimatorSpec(length_weighted, wants_lengths=True),
+    "remax": EstimatorSpec(greedy_baseline, wants_greedy=True),
+    "pass_at_k": PassAtK,
+    "leave_one_out_max": EstimatorSpec(leave_one_out_max, rescales=True),
     "reinforce": EstimatorSpec(no_baseline, needs_group=False),
 }

@@ -127,11 +127,12 @@ def kl_loss_terms(
     return terms * exp_log_ratio(log_ratio.detach() if function is k2 else log_ratio)
 
 
-def adapt_coefficient(coeff: float, kl: float, target: float, gain: float) -> float:
-    """Return the KL coefficient after one step of a proportional controller.
+def adapt_coefficient(coeff: float, kl: float, target: tuple[float, float], gain: float) -> float:
+    """Return the KL coefficient after one step of a proportional controller towards a window ``(low, high)``.
 
-    Section 2.2 of Ziegler et al. 2019 (arXiv 1909.08593)::
+    Section 2.2 of Ziegler et al. 2019 (arXiv 1909.08593), where both bounds are the target; nothing changes inside::
 
-        coeff' = coeff * (1 + gain * clip(kl / target - 1, -0.2, 0.2))
+        coeff' = coeff * (1 + gain * clip(kl / bound - 1, -0.2, 0.2))
     """
-    return coeff * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))
+    error = kl / min(max(kl, target[0]), target[1]) - 1
+    return coeff * (1 + gain * min(max(error, -0.2), 0.2))

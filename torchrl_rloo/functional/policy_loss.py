@@ -4,10 +4,10 @@ A surrogate is called with ``(log_ratio [B, 1 or A], advantages [B, 1 or A], log
 It returns losses ``[B, A]``, or ``[B, 1]`` if ratio and advantage are of whole sequences.
 :func:`~torchrl_rloo.functional.ratios.split_among_tokens` divides the latter among the tokens. The method ``clipped``
 takes the same arguments and returns a bool mask, True where the surrogate removes the gradient. A plain function is
-also accepted; it has no clip fraction.
+also accepted; it has no clip fraction. A surrogate whose ``wants_mask`` is True is also called with ``mask [B, A]``.
 
-In the equations ``rho`` is the ratio and ``A`` the advantage. At ``rho = 1`` every surrogate has the gradient of
-REINFORCE, ``-A * grad log pi``.
+In the equations ``rho`` is the ratio and ``A`` the advantage. At ``rho = 1`` every surrogate but :class:`Shaping` has
+the gradient of REINFORCE, ``-A * grad log pi``.
 
 An aggregation is called with ``(values [B, A], mask [B, A], num_rows, num_tokens)``. The caller passes the two
 normalizers, so the gradient of a step does not depend on micro-batches, ranks, padding or packing. In its equations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 
@@ -138,26 +139,35 @@ class SAPO(_UnmaskedSurrogate):
 class DPPO(Choice):
     """Trust region in probability: rare tokens may change by large factors, common tokens may not.
 
-    DPPO with the binary total-variation divergence (arXiv 2602.04879)::
+    DPPO with a divergence ``D`` of the two probabilities ``p`` (old) and ``q`` of the token (arXiv 2602.04879)::
 
-        -M * rho * A,    M = 0 if |pi(a_t) - pi_old(a_t)| > delta and (rho - 1) * A > 0 else 1
+        -M * rho * A,    M = 0 if D > delta and (rho - 1) * A > 0 else 1
+        D = |p - q| (total variation), or p log(p / q) + (1 - p) log((1 - p) / (1 - q)) (KL)
 
     The bound applies to tokens, so use it with ``ratio="token"``.
 
-    Args:
-        delta: largest change of the probability of a sampled token, in (0, 1].
     """
 
-    delta: float = number_field(0.15, above=True, high=1)
+    delta: float = number_field(0.15, above=True, high=1)  # largest divergence
+    divergence: Literal["tv", "kl"] = "tv"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.divergence not in ("tv", "kl"):
+            raise ValueError(f"DPPO: divergence={self.divergence!r} must be 'tv' or 'kl'")
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         outside = self.clipped(log_ratio, advantages, log_probs, old_log_probs)
         return -torch.where(outside, 0.0, exp_log_ratio(log_ratio) * advantages)
 
     def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
-        """Return True where the probability has changed by more than ``delta`` in the direction of the advantage."""
-        shift = log_probs.detach().exp() - old_log_probs.exp()
-        return (shift.abs() > self.delta) & (shift * advantages > 0)
+        """Return True where the divergence is above ``delta`` and the change is in the advantage's direction."""
+        new, old = log_probs.detach().exp(), old_log_probs.exp()
+        divergence = (new - old).abs()
+        if self.divergence == "kl":
+            rest = [(1 - p).clamp(min=torch.finfo(p.dtype).eps).log() for p in (old, new)]
+            divergence = old * (old_log_probs - log_probs.detach()) + (1 - old) * (rest[0] - rest[1])
+        return (divergence > self.delta) & ((new - old) * advantages > 0)
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,67 @@ class VESPO(_UnmaskedSurrogate):
         return -(rate + k * log_weight - rate * log_weight.exp()).exp() * advantages * log_probs
 
 
+@dataclass(frozen=True)
+class GMPO(Choice):
+    """Geometric mean of the sequence's token ratios, each clipped in log space on the side of its advantage.
+
+    GMPO, Zhao et al. 2025 (arXiv 2507.20673), with ``c_t = log rho_t`` clipped to at most ``high`` if ``A > 0``
+    and to at least ``-low`` if ``A < 0``::
+
+        -exp(1/L sum_t c_t) * A
+
+    Each token has this value and the gradient of ``c_t``; ``aggregation="sequence_mean"`` makes it that of GMPO.
+    """
+
+    low: float = number_field(0.4, above=True)  # largest decrease of a token's log-prob, in nats
+    high: float | None = number_field(None, above=True)  # largest increase; None takes low
+    wants_mask: ClassVar[bool] = True
+
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs, mask=None) -> torch.Tensor:
+        high = self.low if self.high is None else self.high
+        clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-self.low))
+        mask = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask
+        mean = torch.where(mask, clipped.detach(), 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        return -exp_log_ratio(mean) * (1 + clipped - clipped.detach()) * advantages
+
+    def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        """Return True where the log-ratio is beyond the bound on the advantage's side."""
+        high = self.low if self.high is None else self.high
+        return torch.where(advantages < 0, log_ratio < -self.low, (log_ratio > high) & (advantages > 0))
+
+
+@dataclass(frozen=True)
+class DRO(_UnmaskedSurrogate):
+    """Direct reward optimization: REINFORCE with a quadratic penalty of the log-ratio.
+
+    The square ``1/2 (A - beta log rho)^2`` of Richemond et al. 2024 (arXiv 2405.19107), divided by ``beta`` and without
+    its constant. ``A`` is the reward minus the value of the prompt, ``rho`` the ratio of the sequence (in verl of the
+    token)::
+
+        -(A * log rho - beta / 2 * (log rho)^2)
+    """
+
+    beta: float = number_field(0.05, above=True)  # strength of the penalty
+
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        return self.beta / 2 * log_ratio.square() - log_ratio * advantages
+
+
+@dataclass(frozen=True)
+class Shaping(_UnmaskedSurrogate):
+    """Policy shaping: a concave function of the ratio, whose gradient is largest for improbable tokens.
+
+    LUFFY (Yan et al. 2025, arXiv 2504.14945), where the ratio to demonstrations is ``pi(a_t)``::
+
+        -rho / (rho + gamma) * A
+    """
+
+    gamma: float = number_field(0.1, above=True)  # ratio at which the objective is half of its limit
+
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        return -torch.sigmoid(log_ratio - math.log(self.gamma)) * advantages
+
+
 def _select_by_sign(like: torch.Tensor, condition: torch.Tensor, positive: float, negative: float) -> torch.Tensor:
     """Return ``positive`` where the condition holds, else ``negative``, in the dtype of ``like``."""
     return torch.where(condition, like.new_tensor(positive), like.new_tensor(negative))
@@ -193,6 +264,9 @@ SURROGATES: dict[str, type] = {
     "sapo": SAPO,
     "dppo": DPPO,
     "vespo": VESPO,
+    "gmpo": GMPO,
+    "dro": DRO,
+    "shaping": Shaping,
 }
 
 

@@ -120,7 +120,7 @@ Correction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Bounded(Choice):
-    """Base class of masks with bounds ``low`` and ``high``."""
+    """Base class of corrections with bounds ``low`` and ``high``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,17 +129,18 @@ class _Bounded(Choice):
 
 
 @dataclass(frozen=True)
-class TIS(Choice):
-    """Truncated importance sampling of each token: ``min(w_t, high)``.
+class TIS(_Bounded):
+    """Truncated importance sampling of each token: ``min(max(w_t, low), high)``.
 
-    Yao et al. 2025; Espeholt et al. 2018 (arXiv 1802.01561).
+    Yao et al. 2025; Espeholt et al. 2018 (arXiv 1802.01561). The lower bound, off by default, is that of OpenRLHF.
     """
 
     high: float = number_field(2.0, above=True)  # largest weight
+    low: float = 0.0  # smallest weight
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return exp_log_ratio(log_weight).clamp(max=self.high)
+        return exp_log_ratio(log_weight).clamp(self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,15 @@ class IcePop(_Bounded):
 
 
 @dataclass(frozen=True)
-class SequenceTruncate(Choice):
-    """One truncated weight for the whole sequence: ``min(prod_t w_t, high)``."""
+class SequenceTruncate(_Bounded):
+    """One truncated weight for the whole sequence: ``min(max(prod_t w_t, low), high)``."""
 
     high: float = number_field(2.0, above=True)  # largest weight
+    low: float = 0.0  # smallest weight
     per_token: ClassVar[bool] = False
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return exp_log_ratio(_masked_sum(log_weight, mask)).clamp(max=self.high)
+        return exp_log_ratio(_masked_sum(log_weight, mask)).clamp(self.low, self.high)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ class TurnPolicy(LLMWrapperBase):
         rows = self._rows(tensordict)
         prompts = self._prompts(rows)
         if self.num_samples is None:
-            out = self._write(rows, prompts, self._sample(rows, prompts))
+            out = self._write(rows, prompts, self._take_turns(rows, prompts))
             return out if tensordict_out is None else tensordict_out.update(out)
         n = self.num_samples
         repeated = stack_rows([_copy_for_sample(row, i) for row in rows.unbind(0) for i in range(n)])
@@ -127,6 +128,41 @@ class TurnPolicy(LLMWrapperBase):
     @abstractmethod
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
         """Sample a turn after each of ``B`` prompts, ids ``[P_i]`` on the CPU."""
+
+    @cached_property
+    def greedy(self) -> TurnPolicy:
+        """Policy that takes the most likely tokens, for greedy members of groups."""
+        return self.get_new_version(generate_kwargs={**self.generate_kwargs, "temperature": 0.0})
+
+    def _take_turns(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
+        """Sample turns, or take them from the origin that the row of a guided group names."""
+        if rows.get(keys.ORIGIN, None) is None:
+            return self._sample(rows, prompts)
+        turns = [self._demonstrate(row, prompt) for row, prompt in zip(rows.unbind(0), prompts, strict=True)]
+        for policy in (self, self.greedy):
+            places = [i for i, turn in enumerate(turns) if turn is None and self._sampler_of(rows[i]) is policy]
+            sampled = (
+                policy._sample(stack_rows([rows[i] for i in places]), [prompts[i] for i in places]) if places else []
+            )
+            for i, turn in zip(places, sampled, strict=True):
+                turns[i] = turn
+        return turns
+
+    def _sampler_of(self, row: TensorDictBase) -> TurnPolicy:
+        """Return the policy that samples a row's turn."""
+        return self.greedy if int(row.get(keys.ORIGIN, keys.SAMPLED)) == keys.GREEDY else self
+
+    def _demonstrate(self, row: TensorDictBase, prompt: torch.Tensor) -> Generated | None:
+        """Return the turn that a row demonstrates, with log-probs of 0; None if it is sampled."""
+        if int(row.get(keys.ORIGIN, keys.SAMPLED)) != keys.DEMONSTRATION:
+            return None
+        ids = entry_of(row, keys.DEMONSTRATION_IDS)
+        shown = ids[: self._limit(row, len(prompt), self.context_length)]
+        return Generated(shown, torch.zeros(len(shown)), len(shown) < len(ids), versions=self._versions(len(shown)))
+
+    def _versions(self, number: int) -> torch.Tensor | None:
+        """Return the policy versions of tokens that were not sampled; None if samples have none."""
+        return None
 
     @property
     def context_length(self) -> int | None:

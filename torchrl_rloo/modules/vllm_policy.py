@@ -115,13 +115,18 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         aborts the turn again and again, the row is unchanged and ``EngineError`` is raised.
         """
         prompt = self._prompt(row)
-        request, sampled = self._request(row, prompt, self._turn_seed(row)), None
+        if (shown := self._demonstrate(row, prompt)) is not None:
+            return self._write_row(row, prompt, shown)
+        request, sampled = self._sampler_of(row)._request(row, prompt, self._turn_seed(row)), None
         for _ in range(MAX_ABORTS):
             part = _remaining_request(request, sampled)
             sampled = self._join(sampled, await sample(part), part)
             if not _is_aborted(request, sampled):
                 return self._write_row(row, prompt, _to_generated(sampled))
         raise self._only_aborts()
+
+    def _versions(self, number: int) -> torch.Tensor:
+        return torch.full((number,), self.engine.version)
 
     def _requests(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Request]:
         """Return one request per row, seeded by the row's seed and turn, or from the policy's random stream."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, SupportsFloat
@@ -36,7 +36,7 @@ class KL:
         clip: bound of each token's KL, to ``[-clip, clip]``, for ``where="token"``. None disables it.
         discount: discount of the KL of later tokens, for ``where="token"`` in ``MCAdvantage``. 0 rewards each token
             with its own KL only, as on-policy distillation does. None takes the credit's, which is 1 by default.
-        target: KL to hold, in nats per action token. ``coeff`` becomes an
+        target: KL to hold, in nats per action token, or a window ``(low, high)``. ``coeff`` becomes an
             :class:`~torchrl_rloo.objectives.AdaptiveKLCoefficient` that starts at the given number. None keeps
             ``coeff`` constant.
 
@@ -53,7 +53,7 @@ class KL:
     estimator: str | None = None
     clip: float | None = None
     discount: float | None = None
-    target: float | None = None
+    target: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.where is not None and self.where not in PLACES:
@@ -112,7 +112,8 @@ class AdaptiveKLCoefficient:
 
     Args:
         initial: initial coefficient, above 0.
-        target: KL to hold, in nats, per token or per sequence like the measurements given to :meth:`update`.
+        target: KL to hold, in nats, per token or per sequence like the measurements given to :meth:`update`; or a
+            window ``(low, high)``, in which the coefficient stays as it is.
         horizon: number of samples over which the coefficient can change by about 20 %.
 
     Raises:
@@ -125,11 +126,15 @@ class AdaptiveKLCoefficient:
         0.102
     """
 
-    def __init__(self, initial: float, target: float, horizon: float = 10_000):
-        for name, value in (("initial", initial), ("target", target), ("horizon", horizon)):
+    def __init__(self, initial: float, target: float | Sequence[float], horizon: float = 10_000):
+        window = (target, target) if isinstance(target, Real) or target is None else tuple(target)
+        for name, value in (("initial", initial), *(("target", bound) for bound in window), ("horizon", horizon)):
             if not isinstance(value, Real) or not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be a number above 0")
-        self.target, self.horizon = float(target), float(horizon)
+        if len(window) != 2 or window[0] > window[1]:
+            raise ValueError(f"target={target} must be a number, or a window (low, high) with low <= high")
+        self.target, self.horizon = target, float(horizon)
+        self._window = tuple(map(float, window))
         self._value = float(initial)
 
     def __float__(self) -> float:
@@ -152,7 +157,7 @@ class AdaptiveKLCoefficient:
         if not math.isfinite(kl):
             _LOGGER.warning("kl=%s is not finite; the coefficient stays at %g", kl, self._value)
             return
-        self._value = adapt_coefficient(self._value, float(kl), self.target, num_samples / self.horizon)
+        self._value = adapt_coefficient(self._value, float(kl), self._window, num_samples / self.horizon)
 
     def state_dict(self) -> dict[str, float]:
         """Return the current coefficient."""

@@ -69,72 +69,70 @@ class Preset:
         return {"kl_to_ref_coeff": self.kl.coeff, "estimator": self.kl.estimator}
 
 
-PRESETS: dict[str, Preset] = {
-    "rloo": Preset(
-        paper="Ahmadian et al. 2024, arXiv 2402.14740",
-        advantage={"estimator": "rloo"},
-        kl=KL("reward", 0.03),
-        loss={"ratio": "none", "aggregation": "sequence_sum"},
+def _method(
+    paper: str, estimator: str, ratio: str, surrogate: Any, aggregation: str, kl: KL | None = None, **others: Any
+) -> Preset:
+    """Return a method without a critic; ``others`` are arguments of the advantage, and ``covariance`` of the loss."""
+    loss = {"ratio": ratio, "surrogate": surrogate, "aggregation": aggregation}
+    loss["covariance"] = others.pop("covariance", None)
+    return Preset(paper, {"estimator": estimator} | others, {k: v for k, v in loss.items() if v is not None}, kl)
+
+
+_CLIP = {"name": "clip", "low": 0.2}
+_COVARIANCE = "Cui et al. 2025, arXiv 2505.22617"
+_HU = "Hu et al. 2025, arXiv 2501.03262"
+_OPENRLHF = "OpenRLHF, --advantage_estimator rloo (arXiv 2405.11143)"
+
+PRESETS: dict[str, Preset] = {  # paper, estimator, ratio, surrogate, aggregation, KL
+    "rloo": _method("Ahmadian et al. 2024, arXiv 2402.14740", "rloo", "none", None, "sequence_sum", KL("reward", 0.03)),
+    "rloo_trl": _method("TRL 1.16, RLOOTrainer", "rloo", "sequence", _CLIP, "sequence_sum", KL("reward", 0.05)),
+    "rloo_openrlhf": _method(_OPENRLHF, "rloo", "token", _CLIP, "token_mean", KL("token", 0.01, clip=10.0)),
+    "grpo": _method(
+        "Shao et al. 2024, arXiv 2402.03300", "grpo", "token", _CLIP, "sequence_mean", KL("loss", 0.04, "k3")
     ),
-    "rloo_trl": Preset(
-        paper="TRL 1.16, RLOOTrainer",
-        advantage={"estimator": "rloo"},
-        kl=KL("reward", 0.05),
-        loss={"ratio": "sequence", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "sequence_sum"},
+    "dr_grpo": _method("Liu et al. 2025, arXiv 2503.20783", "dr_grpo", "token", _CLIP, "constant"),
+    "dapo": _method("Yu et al. 2025, arXiv 2503.14476", "grpo", "token", _CLIP | {"high": 0.28}, "token_mean"),
+    "gspo": _method(
+        "Zheng et al. 2025, arXiv 2507.18071",
+        "grpo",
+        "sequence_mean",
+        _CLIP | {"low": 3e-4, "high": 4e-4},
+        "sequence_mean",
     ),
-    "rloo_openrlhf": Preset(
-        paper="OpenRLHF, --advantage_estimator rloo (arXiv 2405.11143)",
-        advantage={"estimator": "rloo"},
-        kl=KL("token", 0.01, clip=10.0),
-        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "token_mean"},
+    "luspo": _method(
+        "Liu et al. 2026, arXiv 2602.05261",
+        "grpo",
+        "sequence_mean",
+        _CLIP | {"low": 2e-3, "high": 2.5e-3},
+        "sequence_sum",
     ),
-    "grpo": Preset(
-        paper="Shao et al. 2024, arXiv 2402.03300",
-        advantage={"estimator": "grpo"},
-        kl=KL("loss", 0.04, "k3"),
-        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "sequence_mean"},
+    "gmpo": _method("Zhao et al. 2025, arXiv 2507.20673", "grpo", "token", "gmpo", "sequence_mean"),
+    "cispo": _method("MiniMax 2025, arXiv 2506.13585", "grpo", "token", "cispo", "token_mean"),
+    "sapo": _method("Gao et al. 2025, arXiv 2511.20347", "grpo", "token", "sapo", "sequence_mean"),
+    "dppo": _method("arXiv 2602.04879", "grpo", "token", "dppo", "token_mean"),
+    "vespo": _method("arXiv 2602.10693", "grpo", "sequence", "vespo", "token_mean"),
+    "clip_cov": _method(_COVARIANCE, "grpo", "token", _CLIP, "token_mean", covariance="clip"),
+    "kl_cov": _method(_COVARIANCE, "grpo", "token", "unclipped", "token_mean", covariance="kl"),
+    "gpg": _method(
+        "Chu et al. 2025, arXiv 2504.02546", "dr_grpo", "none", None, "token_mean", normalize="signal_share"
     ),
-    "dr_grpo": Preset(
-        paper="Liu et al. 2025, arXiv 2503.20783",
-        advantage={"estimator": "dr_grpo"},
-        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "constant"},
+    "gdpo": _method(
+        "arXiv 2601.05242", "grpo", "token", _CLIP, "sequence_mean", credit="normalize_then_sum", normalize="whiten"
     ),
-    "dapo": Preset(
-        paper="Yu et al. 2025, arXiv 2503.14476",
-        advantage={"estimator": "grpo"},
-        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2, "high": 0.28}, "aggregation": "token_mean"},
-    ),
-    "gspo": Preset(
-        paper="Zheng et al. 2025, arXiv 2507.18071",
-        advantage={"estimator": "grpo"},
-        loss={
-            "ratio": "sequence_mean",
-            "surrogate": {"name": "clip", "low": 3e-4, "high": 4e-4},
-            "aggregation": "sequence_mean",
-        },
-    ),
-    "cispo": Preset(
-        paper="MiniMax 2025, arXiv 2506.13585",
-        advantage={"estimator": "grpo"},
-        loss={"ratio": "token", "surrogate": "cispo", "aggregation": "token_mean"},
-    ),
-    "reinforce_pp": Preset(
-        paper="Hu et al. 2025, arXiv 2501.03262",
-        advantage={"estimator": "reinforce", "normalize": "whiten"},
-        kl=KL("token", 0.01),
-        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "token_mean"},
-    ),
-    "reinforce_pp_baseline": Preset(
-        paper="Hu et al. 2025, arXiv 2501.03262",
-        advantage={"estimator": "dr_grpo", "normalize": "whiten"},
-        kl=KL("loss", 0.01, "k2"),
-        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "token_mean"},
+    "maxrl": _method("Tajwar et al. 2026, arXiv 2602.02710", "maxrl", "none", None, "sequence_sum"),
+    "opo": _method("Hao et al. 2025, arXiv 2505.23585", "opo", "none", None, "sequence_sum"),
+    "remax": _method("Li et al. 2023, arXiv 2310.10505", "remax", "none", None, "sequence_sum"),
+    "dro": _method("Richemond et al. 2024, arXiv 2405.19107", "rloo", "sequence", "dro", "sequence_sum"),
+    "pass_at_k": _method("Chen et al. 2025, arXiv 2508.10751", "pass_at_k", "token", _CLIP, "token_mean"),
+    "reinforce_pp": _method(_HU, "reinforce", "token", _CLIP, "token_mean", KL("token", 0.01), normalize="whiten"),
+    "reinforce_pp_baseline": _method(
+        _HU, "dr_grpo", "token", _CLIP, "token_mean", KL("loss", 0.01, "k2"), normalize="whiten"
     ),
     "ppo": Preset(
         paper="Schulman et al. 2017, arXiv 1707.06347; per-token KL: Ouyang et al. 2022, arXiv 2203.02155",
         advantage={"discount": 1.0, "lam": 0.95, "whiten": True},
         kl=KL("token", 0.02),
-        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "token_mean"},
+        loss={"ratio": "token", "surrogate": _CLIP, "aggregation": "token_mean"},
         critic=True,
     ),
 }

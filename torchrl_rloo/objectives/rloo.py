@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorClass, TensorDictBase
 from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import ActionTokens, gather_actions, ragged
+from torchrl_rloo.data.rows import ActionTokens, entry_of, gather_actions, ragged
 from torchrl_rloo.functional import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -21,10 +21,12 @@ from torchrl_rloo.functional import (
     SURROGATES,
     Ratio,
     effective_sample_size,
+    exp_log_ratio,
     k3,
 )
+from torchrl_rloo.functional.covariance import COVARIANCES, ClipCov, KLCov
 from torchrl_rloo.functional.kl import kl_loss_terms
-from torchrl_rloo.functional.policy_loss import DPPO, Aggregation, Clip, Surrogate, Unclipped, aggregate
+from torchrl_rloo.functional.policy_loss import DPPO, DRO, GMPO, Aggregation, Clip, Surrogate, Unclipped, aggregate
 from torchrl_rloo.functional.ratios import Correction, off_policy_mask, ratio_spec, split_among_tokens
 from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
@@ -40,6 +42,7 @@ from torchrl_rloo.objectives.step import (
     notify_without_advantage,
     row_normalizers,
     row_weights,
+    step_tokens,
     sum_field,
     zero_loss,
 )
@@ -69,9 +72,13 @@ class RLOOLossOutput(LossOutput, TensorClass["nocast"]):
             rows if the ratio is of whole sequences, else action tokens. NaN for a surrogate without ``clipped``.
         clip_fraction_low: part of ``clip_fraction`` with negative advantage.
         clip_fraction_high: part of ``clip_fraction`` with positive advantage.
+        clip_low_min: smallest share of a row's units that ``clip_fraction_low`` counts.
+        clip_high_max: largest share of a row's units that ``clip_fraction_high`` counts.
         correction: mean weight of the action tokens that corrects for the sampler. 1 without a correction.
         kept: share of the action tokens that have a policy gradient after correction and masks.
         log_ratio_max: largest absolute difference between the current and the sampler's log-prob of a token, in nats.
+        ratio_min: smallest ratio of the current to the sampler's probability of a token.
+        ratio_max: largest such ratio.
         log_ratio: ``[B]``, log importance ratio of each row to the sampler; repeated for each row that a merged row
             stands for.
         num_action_tokens: number of action tokens that the means cover.
@@ -89,9 +96,13 @@ class RLOOLossOutput(LossOutput, TensorClass["nocast"]):
     clip_fraction: torch.Tensor
     clip_fraction_low: torch.Tensor
     clip_fraction_high: torch.Tensor
+    clip_low_min: torch.Tensor
+    clip_high_max: torch.Tensor
     correction: torch.Tensor
     kept: torch.Tensor
     log_ratio_max: torch.Tensor
+    ratio_min: torch.Tensor
+    ratio_max: torch.Tensor
     log_ratio: torch.Tensor
     num_action_tokens: torch.Tensor
 
@@ -101,11 +112,13 @@ class RLOOLossOutput(LossOutput, TensorClass["nocast"]):
 
     @classmethod
     def merge(cls, outputs: Sequence[RLOOLossOutput], num_updates: int) -> dict[str, float]:
-        """Return means over action tokens, clip fractions, ``ESS`` over rows and ``log_ratio_max``, without NaN."""
+        """Return means over action tokens, clip fractions, ``ESS`` over rows and extremes, without NaN."""
         merged = {metric: mean_over_tokens(outputs, field) for metric, field in _TOKEN_MEANS.items()}
         merged |= {metric: sum_field(outputs, field) / num_updates for metric, field in _CLIP_METRICS.items()}
         merged["ESS"] = float(effective_sample_size(torch.cat([o.log_ratio for o in outputs])))
-        merged["log_ratio_max"] = max(float(o.log_ratio_max) for o in outputs)
+        for name, (field, extreme) in _EXTREMES.items():
+            values = [float(getattr(o, field)) for o in outputs]
+            merged[name] = extreme((v for v in values if v == v), default=math.nan)
         return {name: value for name, value in merged.items() if value == value}
 
 
@@ -121,6 +134,13 @@ _CLIP_METRICS = {
     "clip_ratio/region_mean": "clip_fraction",
     "clip_ratio/low_mean": "clip_fraction_low",
     "clip_ratio/high_mean": "clip_fraction_high",
+}
+_EXTREMES = {
+    "clip_ratio/low_min": ("clip_low_min", min),
+    "clip_ratio/high_max": ("clip_high_max", max),
+    "log_ratio_max": ("log_ratio_max", max),
+    "importance_ratio/min": ("ratio_min", min),
+    "importance_ratio/max": ("ratio_max", max),
 }
 
 
@@ -175,10 +195,16 @@ class RLOOLoss(LossModule):
         entropy_coeff: coefficient of the entropy bonus. 0 disables it.
         high_entropy_fraction: share of the action tokens, those of highest entropy, that get a policy gradient
             (arXiv 2506.01939). It requires entropies of ``record_log_probs(entropy=...)``. None uses all tokens.
+        covariance: treatment of the tokens whose log-prob and advantage vary together, which keeps up the entropy:
+            choice from :data:`~torchrl_rloo.functional.covariance.COVARIANCES` (``"clip"``, ``"kl"``). None disables
+            it.
         router_loss_coeff: coefficient of the load-balancing loss of a mixture of experts. The loss averages over the
             tokens of a forward pass, so this term depends on the micro-batches. 0 disables it.
         mask_truncated_completions: True excludes the tokens of truncated rows. Such a row has no gradient, but it
             still counts as a row, and its reward still enters the baseline of its group.
+        demonstration_surrogate: surrogate of the tokens of demonstrations (``DatasetChatEnv(demonstrations=)``), whose
+            ratio per token is that to the old log-probs: ``"shaping"`` for LUFFY, ``"unclipped"`` for plain importance
+            weights. None treats them like samples.
 
     Raises:
         ValueError: if a name or field is unknown, a value is out of range, or settings cannot be combined.
@@ -229,8 +255,10 @@ class RLOOLoss(LossModule):
         kl_importance_weighted: bool = False,
         entropy_coeff: SupportsFloat = 0.0,
         high_entropy_fraction: float | None = None,
+        covariance: Spec | ClipCov | KLCov | None = None,
         router_loss_coeff: SupportsFloat = 0.0,
         mask_truncated_completions: bool = False,
+        demonstration_surrogate: Spec | Surrogate | None = None,
     ):
         super().__init__()
         check_actor(actor_network)
@@ -245,7 +273,11 @@ class RLOOLoss(LossModule):
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
         self.kl_importance_weighted, self.entropy_coeff = kl_importance_weighted, entropy_coeff
         self.high_entropy_fraction, self.router_loss_coeff = high_entropy_fraction, router_loss_coeff
+        self.covariance = None if covariance is None else resolve("covariance", covariance, COVARIANCES)
         self.mask_truncated_completions = mask_truncated_completions
+        own = demonstration_surrogate
+        self.demonstration_surrogate = None if own is None else resolve("demonstration_surrogate", own, SURROGATES)
+        self._old_key = keys.PROXIMAL_LOG_PROBS if old_log_probs == "proximal" else keys.LOG_PROBS
         # Reject values out of range, and settings that cannot be combined
         _check_parts(self)
         self._forward_value_estimator_keys()
@@ -261,9 +293,10 @@ class RLOOLoss(LossModule):
 
     @property
     def needs_zero_advantage(self) -> bool:
-        """True if rows of advantage 0 may have a gradient, from another term or from a user-defined surrogate."""
+        """True if rows of advantage 0 may have a gradient, from another term, DRO or a user-defined surrogate."""
         others = (self.kl_to_ref_coeff, self.kl_to_inference_coeff, self.entropy_coeff, self.router_loss_coeff)
-        return not isinstance(self.surrogate, tuple(SURROGATES.values())) or any(map(is_on, others))
+        known = isinstance(self.surrogate, tuple(SURROGATES.values())) and not isinstance(self.surrogate, DRO)
+        return not known or self.covariance is not None or any(map(is_on, others))
 
     def normalizers(self, rows: TensorDictBase, process_group=None) -> Normalizers:
         """Compute the normalizers of an optimizer step from all its rows.
@@ -277,9 +310,20 @@ class RLOOLoss(LossModule):
         normalizers = row_normalizers(rows, **masked)
         if process_group is None:  # otherwise the rows with an advantage may be those of other ranks
             notify_without_advantage(rows, self.tensor_keys.advantage, other_terms=self.needs_zero_advantage)
-        if self.high_entropy_fraction is None:
-            return normalizers
-        return replace(normalizers, entropy_threshold=entropy_threshold(rows, self.high_entropy_fraction, **masked))
+        if self.high_entropy_fraction is not None:
+            threshold = entropy_threshold(rows, self.high_entropy_fraction, **masked)
+            normalizers = replace(normalizers, entropy_threshold=threshold)
+        if self.covariance is not None:
+            tokens = step_tokens(rows, self._log_probs_and_advantages, **masked)
+            limits = self.covariance.limits(*tokens.T) if len(tokens) else None
+            normalizers = replace(normalizers, covariance=limits)
+        return normalizers
+
+    def _log_probs_and_advantages(self, row: TensorDictBase) -> torch.Tensor:
+        """Return what the covariances of a row need, ``[A, 2]``."""
+        action, old = row[keys.ACTION_MASK], entry_of(row, self._old_key)
+        advantages = entry_of(row, self.tensor_keys.advantage).reshape(-1).expand(len(action))
+        return torch.stack([old[action].double(), advantages[action].double()], -1)
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> RLOOLossOutput:
         """Compute the loss of rows as their part of a step.
@@ -307,8 +351,17 @@ class RLOOLoss(LossModule):
                 "ratio='sequence_mean', 'token' or 'none', or MCAdvantage(credit='trajectory')"
             )
         token_weights = self._compute_token_weights(batch)
-        policy = self.surrogate(log_ratio, batch.advantages, log_probs, batch.old)
-        terms = {"loss_objective": token_weights * split_among_tokens(policy, mask)}
+        masked = {"mask": mask} if getattr(self.surrogate, "wants_mask", False) else {}
+        policy = self.surrogate(log_ratio, batch.advantages, log_probs, batch.old, **masked)
+        policy = split_among_tokens(policy, mask)
+        if self.demonstration_surrogate is not None:
+            own = torch.where(mask, log_probs - batch.old, 0.0)
+            shown = self.demonstration_surrogate(own, batch.advantages, log_probs, batch.old)
+            policy = torch.where(batch.demonstrated, shown, policy)
+        if self.covariance is not None and normalizers.covariance is not None:
+            chosen = self.covariance.chosen(batch.old, batch.advantages, normalizers.covariance)
+            policy = self.covariance(policy, log_probs - batch.old, chosen & mask)
+        terms = {"loss_objective": token_weights * policy}
 
         # Add KL and entropy
         sampler_log_ratio = torch.where(mask, log_probs - batch.sampler, 0.0) if self.kl_importance_weighted else None
@@ -353,17 +406,20 @@ class RLOOLoss(LossModule):
             if normalizers.entropy_threshold is None:
                 raise ValueError("high_entropy_fraction requires an entropy_threshold; pass loss.normalizers(rows)")
             chosen = mask & (gather(keys.PROXIMAL_ENTROPY) >= normalizers.entropy_threshold)
+        origins = rows.get(keys.ORIGIN, torch.zeros(len(rows)))
+        demonstrated = origins.reshape(-1, 1) == keys.DEMONSTRATION
         return _Batch(
             log_probs=scored.log_probs,
             entropy=scored.entropy,
             mask=mask,
             chosen=chosen,
             sampler=sampler,
-            old=gather(keys.PROXIMAL_LOG_PROBS) if self.old_log_probs == "proximal" else sampler,
+            old=gather(self._old_key),
             ref=gather(keys.REF_LOG_PROBS) if has_ref else None,
             advantages=_gather_advantages(rows, self.tensor_keys.advantage, actions),
             row_weights=row_weights(rows)[:, None].to(mask.device),
             multiplicity=multiplicity(rows)[:, None].to(mask.device),
+            demonstrated=demonstrated.to(mask.device),
         )
 
     def _compute_token_weights(self, batch: _Batch) -> torch.Tensor:
@@ -381,19 +437,22 @@ class RLOOLoss(LossModule):
     def _compute_metrics(self, batch: _Batch, token_weights: torch.Tensor) -> dict[str, torch.Tensor]:
         # Count a merged row once for each row that it stands for
         zero, tokens = batch.log_probs.new_zeros(()), batch.mask * batch.multiplicity
-        difference = torch.where(batch.mask, batch.log_probs - batch.sampler, 0.0)
+        sampled = batch.mask & ~batch.demonstrated  # the sampler did not choose demonstrations
+        difference = torch.where(sampled, batch.log_probs - batch.sampler, 0.0)
         log_ratio = difference.sum(-1).repeat_interleave(batch.multiplicity[:, 0].long())
         kl_to_ref = zero + math.nan
         if batch.ref is not None:
             kl_to_ref = masked_mean(self.kl_estimator(batch.log_probs, batch.ref), tokens)
         return {
             "entropy": masked_mean(batch.entropy, tokens),
-            "kl_approx": masked_mean(k3(batch.sampler, batch.log_probs), tokens),
+            "kl_approx": masked_mean(k3(batch.sampler, batch.log_probs), sampled * batch.multiplicity),
             "kl_to_ref": kl_to_ref,
             "ESS": effective_sample_size(log_ratio),
             "correction": zero + 1 if self.correction is None else masked_mean(token_weights, tokens),
             "kept": masked_mean((token_weights != 0).to(token_weights), tokens),
             "log_ratio_max": difference.abs().max() if difference.numel() else zero,
+            "ratio_min": exp_log_ratio(difference[sampled].min() if sampled.any() else zero),
+            "ratio_max": exp_log_ratio(difference[sampled].max() if sampled.any() else zero),
             "log_ratio": log_ratio,
             "num_action_tokens": tokens.sum(),
         }
@@ -401,17 +460,21 @@ class RLOOLoss(LossModule):
     def _compute_clip_fractions(
         self, batch: _Batch, log_ratio: torch.Tensor, normalizers: Normalizers
     ) -> dict[str, torch.Tensor]:
-        """Return the share of clipped tokens or rows, by the sign of the advantage."""
-        if not hasattr(self.surrogate, "clipped"):
-            low = high = batch.log_probs.new_tensor(math.nan)
-        else:
+        """Return the share of clipped tokens or rows, by the sign of the advantage, and extremes over rows."""
+        low = high = low_min = high_max = batch.log_probs.new_tensor(math.nan)
+        if hasattr(self.surrogate, "clipped"):
             clipped = self.surrogate.clipped(log_ratio, batch.advantages, batch.log_probs, batch.old)
-            units, of_all = batch.multiplicity, normalizers.num_rows
+            units, of_all = torch.ones_like(batch.multiplicity), normalizers.num_rows
             if self.ratio.per_token:
-                units, of_all = batch.mask * batch.multiplicity, normalizers.num_tokens
-            sides = (clipped & (batch.advantages < 0), clipped & (batch.advantages > 0))
-            low, high = ((side * units).sum().to(batch.log_probs) / max(of_all, 1e-12) for side in sides)
-        return {"clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high}
+                units, of_all = batch.mask.float(), normalizers.num_tokens
+            sides = [(clipped & side) * units for side in (batch.advantages < 0, batch.advantages > 0)]
+            low, high = ((side * batch.multiplicity).sum().to(batch.log_probs) / max(of_all, 1e-12) for side in sides)
+            counted = units.sum(-1) > 0
+            if counted.any():
+                shares = [(side.sum(-1) / units.sum(-1))[counted] for side in sides]
+                low_min, high_max = shares[0].min(), shares[1].max()
+        named = {"clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high}
+        return named | {"clip_low_min": low_min, "clip_high_max": high_max}
 
     def _empty_output(self) -> RLOOLossOutput:
         """Return the output for no rows: a loss of 0 and metrics of NaN."""
@@ -422,7 +485,7 @@ class RLOOLoss(LossModule):
 
 
 class _Batch(NamedTuple):
-    """Rectangles of rows: ``[B, A]``, but ``[B, 1]`` for row weights, multiplicity and advantages of whole rows."""
+    """Rectangles of rows: ``[B, A]``, but ``[B, 1]`` for the last three and for advantages of whole rows."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
@@ -434,6 +497,7 @@ class _Batch(NamedTuple):
     advantages: torch.Tensor
     row_weights: torch.Tensor
     multiplicity: torch.Tensor
+    demonstrated: torch.Tensor
 
 
 def _gather_advantages(rows: TensorDictBase, key: NestedKey, actions: ActionTokens) -> torch.Tensor:
@@ -460,8 +524,12 @@ def _check_parts(loss: RLOOLoss) -> None:
             "another ratio",
         ),
         (
-            isinstance(loss.surrogate, DPPO) and loss.ratio != RATIOS["token"],
-            f"surrogate={loss.surrogate} bounds the probability of each token and requires ratio='token'",
+            isinstance(loss.surrogate, DPPO | GMPO) and loss.ratio != RATIOS["token"],
+            f"surrogate={loss.surrogate} bounds each token and requires ratio='token'",
+        ),
+        (
+            loss.covariance is not None and of_sequences,
+            f"covariance={loss.covariance} chooses tokens and cannot be combined with ratio='sequence'; use another",
         ),
         (
             loss.old_log_probs not in ("sampler", "proximal"),

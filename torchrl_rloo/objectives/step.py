@@ -15,6 +15,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.outcomes import final_return
 from torchrl_rloo.data.rows import entry_of, gather_actions, placeholder_rows, ragged, unbind_rows
+from torchrl_rloo.functional.covariance import Limits
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
 
 
@@ -103,6 +104,7 @@ class Normalizers:
         num_rows: rows of the step (pairs for paired losses), including rows without a gradient.
         num_tokens: action tokens of the step that the loss covers.
         entropy_threshold: smallest entropy, in nats, of a token with a policy gradient. None sets no threshold.
+        covariance: limits of the tokens that ``RLOOLoss(covariance=)`` chooses. None chooses none.
         reference_point: KTO's ``z_0`` in nats. None for other losses.
         mean_reward: weighted mean score of all completions. None if no term needs it.
     """
@@ -112,6 +114,7 @@ class Normalizers:
     entropy_threshold: float | None = None
     reference_point: float | None = None
     mean_reward: float | None = None
+    covariance: Limits | None = None
 
 
 def multiplicity(rows: TensorDictBase) -> torch.Tensor:
@@ -155,28 +158,36 @@ def row_normalizers(
     return normalizers
 
 
-def entropy_threshold(
-    rows: TensorDictBase, fraction: float, *, mask_truncated_completions: bool = False, process_group=None
-) -> float:
+def entropy_threshold(rows: TensorDictBase, fraction: float, **counted: Any) -> float:
     """Return the entropy that ``fraction`` of the action tokens of a step reach."""
     if len(rows) and keys.PROXIMAL_ENTROPY not in rows.keys(True):
         raise KeyError(f"rows require {keys.PROXIMAL_ENTROPY}; record it with record_log_probs(entropy=...)")
-    # Repeat the entropies of a merged row for each row that it stands for
+    values = step_tokens(rows, lambda row: row[keys.PROXIMAL_ENTROPY][row[keys.ACTION_MASK]], **counted)
+    return float(values.topk(max(1, round(fraction * len(values)))).values[-1]) if len(values) else 0.0
+
+
+def step_tokens(
+    rows: TensorDictBase,
+    read: Callable[[TensorDictBase], torch.Tensor],
+    *,
+    mask_truncated_completions: bool = False,
+    process_group=None,
+) -> torch.Tensor:
+    """Return the values ``[n, ...]`` that ``read`` gives for each action token of a step, of all ranks."""
+    # Repeat the values of a merged row for each row that it stands for
     times = multiplicity(rows).long().tolist()
     values = [
-        row[keys.PROXIMAL_ENTROPY][row[keys.ACTION_MASK]].cpu().repeat(n)
+        value
         for row, n in zip(unbind_rows(rows), times, strict=True)
         if _is_counted(row, mask_truncated_completions)
+        for value in [read(row).cpu()] * n
     ]
     # Gather those of all ranks, so every rank finds the same threshold
-    values = torch.cat([torch.zeros(0), *values])
     if process_group is not None:
         gathered = [None] * torch.distributed.get_world_size(process_group)
         torch.distributed.all_gather_object(gathered, values, group=process_group)
-        values = torch.cat(gathered)
-    if not len(values):
-        return 0.0
-    return float(values.topk(max(1, round(fraction * len(values)))).values[-1])
+        values = [value for part in gathered for value in part]
+    return torch.cat(values) if values else torch.zeros(0)
 
 
 def reduce_over_ranks(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -31,13 +32,14 @@ from torchrl_rloo.functional.advantages import (
     NORMALIZATIONS,
     Estimator,
     RewardStd,
+    SignalShare,
     Whiten,
     estimator_option,
 )
 from torchrl_rloo.functional.returns import rewards_to_go
 from torchrl_rloo.objectives.kl import KL, token_kl
 from torchrl_rloo.objectives.step import make_reducer
-from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, baseline_key, estimator_name
+from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, estimator_name, third_argument
 from torchrl_rloo.replay.pending import BufferTransform, Group, PendingGroups
 from torchrl_rloo.runtime.lookup import resolve
 from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
@@ -46,6 +48,7 @@ _REMEDIES: dict[NestedKey, str] = {
     keys.GROUP_ID: "a DataLoadingPrimer writes it",
     keys.PROMPT_ID: "a DataLoadingPrimer writes it; this estimator keeps a baseline for each prompt",
     keys.ROLE_ID: "agent_env(roles=) writes it; this estimator keeps a baseline for each role",
+    keys.ORIGIN: "DatasetChatEnv(greedy_member=True) writes it; this estimator compares with that member",
     keys.REWARD: "a RewardTransform writes it",
     keys.REWARDS: "a RewardTransform writes it; credit='normalize_then_sum' reads each function's rewards",
     keys.TOKEN_REWARDS: "a TurnRewardTransform writes it, also from rewards of tokens; or use credit='trajectory'",
@@ -86,8 +89,9 @@ class MCAdvantage(BufferTransform):
             ``-coeff * kl`` to the reference, and adds the return of these rewards to the advantage, after the baseline.
             The policy's log-probs are the proximal ones if a row has them. None disables it.
         normalize: choice from :data:`~torchrl_rloo.functional.advantages.NORMALIZATIONS` for the last step:
-            ``Whiten(groups)`` or ``RewardStd(groups)``. It normalizes over rows, or over all action tokens if each has
-            its own advantage. Complete groups wait until there are ``groups`` of them. None disables it.
+            ``Whiten(groups)``, ``RewardStd(groups)`` or ``SignalShare(groups)``. It normalizes over rows, or over all
+            action tokens if each has its own advantage. Complete groups wait until there are ``groups`` of them. None
+            disables it.
         process_group: ranks that hold parts of one batch to normalize, whole groups each; each needs equally many
             batches. None is this rank only.
         max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
@@ -125,7 +129,7 @@ class MCAdvantage(BufferTransform):
         estimator: str | Estimator | None = None,
         credit: str | Mapping[str, Any] | Credit = "trajectory",
         kl: KL | None = None,
-        normalize: Mapping[str, Any] | Whiten | RewardStd | None = None,
+        normalize: Mapping[str, Any] | Whiten | RewardStd | SignalShare | None = None,
         process_group: distributed.ProcessGroup | None = None,
         max_pending_groups: int | None = None,
     ):
@@ -143,6 +147,8 @@ class MCAdvantage(BufferTransform):
                 f"num_generations=1: estimator={estimator_name(self.estimator)} compares the rows of a group and "
                 "requires at least 2; with 1, set estimator='reinforce' or a RunningBaseline"
             )
+        if num_generations is not None and (k := getattr(self.estimator, "k", 1)) > num_generations:
+            raise ValueError(f"estimator=pass_at_k: k={k} must be at most num_generations={num_generations}")
         self.kl = token_kl(kl, "MCAdvantage")
         if process_group is not None and self.normalize is None:
             raise ValueError("process_group has no effect without normalize: leave process_group out, or set normalize")
@@ -166,7 +172,7 @@ class MCAdvantage(BufferTransform):
     @property
     def reads_tokens(self) -> bool:
         """True if advantages need entries per token, which the metadata of rows lack."""
-        return self.credit.per_token or self.kl is not None
+        return self.credit.per_token or self.kl is not None or estimator_option(self.estimator, "wants_lengths")
 
     @property
     def pending_ids(self) -> set[int]:
@@ -200,8 +206,8 @@ class MCAdvantage(BufferTransform):
     def _check(self, rows: Sequence[TensorDictBase]) -> None:
         """Raise a KeyError if a row lacks an entry, or a ValueError if the credit refuses the row."""
         needed = [keys.GROUP_ID, *self.credit.reads]
-        if estimator_option(self.estimator, "wants_prompts"):
-            needed.append(baseline_key(self.estimator))
+        if (third := third_argument(self.estimator)) is not None:
+            needed.append(third[0])
         if self.kl is not None:
             needed += [keys.TOKENS, keys.ACTION_MASK, keys.REF_LOG_PROBS]
         for row in rows:
@@ -225,9 +231,13 @@ class MCAdvantage(BufferTransform):
         sampled = action_tokens(batch, sampled=True) if stale else actions
         estimates = self.credit(Groups(rows, index, sampled, self.estimator))
         advantages, mask = estimates.advantages, estimates.has_signal
+        trained = [True] * len(rows)
+        if estimator_option(self.estimator, "wants_greedy"):  # greedy rows are a baseline only
+            trained = [int(row[keys.ORIGIN]) != keys.GREEDY for row in rows]
+            mask = mask & torch.tensor(trained)[:, None]
         if stale:
-            trained = actions.action_mask[sampled.action_mask]
-            advantages, mask = (place_actions(each[sampled.mask][trained], actions) for each in (advantages, mask))
+            kept = actions.action_mask[sampled.action_mask]
+            advantages, mask = (place_actions(each[sampled.mask][kept], actions) for each in (advantages, mask))
 
         # Add the KL after the baseline, so that rows are compared by their rewards only
         if self.kl is not None:
@@ -239,13 +249,13 @@ class MCAdvantage(BufferTransform):
             returns, magnitude = estimates.returns, 0.0
             if returns.numel() and not estimator_option(self.estimator, "rescales"):
                 magnitude = float(returns.abs().nan_to_num(0.0).max())
-            advantages = self.normalize(advantages, mask, returns, magnitude, self._reduce)
+            advantages = self.normalize(advantages, mask, returns, magnitude, self._reduce, index)
 
         # Write [1, 1] per row, or [T, 1] where action tokens have separate advantages
         per_row = advantages if batch is None else spread_actions(advantages, batch, actions)
         for row, advantage in zip(rows, per_row, strict=True):
             set_entries(row, {keys.ADVANTAGE: advantage.float().reshape(-1, 1)})
-        return rows
+        return list(compress(rows, trained))
 
     def _kl_to_go(self, rows: Sequence[TensorDictBase], actions: ActionTokens) -> torch.Tensor:
         """Return the ``[N, A]`` returns of the KL rewards ``-coeff * kl``, from each action token on."""

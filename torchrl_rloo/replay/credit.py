@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -22,9 +22,21 @@ from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_in
 from torchrl_rloo.runtime.lookup import Choice, number_field
 
 
-def baseline_key(estimator: Estimator) -> str:
-    """Return the entry of rows with the ids that an estimator with ``wants_prompts`` takes."""
-    return getattr(estimator, "key", keys.PROMPT_ID)
+def third_argument(estimator: Estimator) -> tuple[NestedKey, Callable[[TensorDictBase], torch.Tensor]] | None:
+    """Return the entry of rows that an estimator's third argument needs, and what reads it; None if it has none."""
+    if estimator_option(estimator, "wants_prompts"):
+        key = getattr(estimator, "key", keys.PROMPT_ID)
+        return key, lambda row: row[key].reshape(())
+    if estimator_option(estimator, "wants_lengths"):
+        return keys.ACTION_MASK, _count_actions
+    if estimator_option(estimator, "wants_greedy"):
+        return keys.ORIGIN, lambda row: row[keys.ORIGIN].reshape(()) == keys.GREEDY
+    return None
+
+
+def _count_actions(row: TensorDictBase) -> torch.Tensor:
+    earlier = entry_of(row, keys.PREVIOUS_SEGMENTS)
+    return row[keys.ACTION_MASK].sum() + (0 if earlier is None else earlier["mask"].sum())
 
 
 class Groups(NamedTuple):
@@ -37,11 +49,9 @@ class Groups(NamedTuple):
 
     def estimate(self, returns: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Return the estimator's advantages ``[M]`` of returns ``[M]``."""
-        if estimator_option(self.estimator, "wants_prompts"):
-            prompts = torch.stack([row[baseline_key(self.estimator)].reshape(()) for row in self.rows])
-            advantages = self.estimator(returns, index, prompts)
-        else:
-            advantages = self.estimator(returns, index)
+        third = third_argument(self.estimator)
+        values = [] if third is None else [torch.stack([third[1](row) for row in self.rows])]
+        advantages = self.estimator(returns, index, *values)
         if getattr(advantages, "shape", None) != returns.shape:
             got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
             raise ValueError(
@@ -142,8 +152,13 @@ class TurnCredit(Credit):
     per_token: ClassVar[bool] = True
 
     def check_estimator(self, estimator: Estimator) -> None:
-        """Refuse an estimator with one baseline per prompt."""
+        """Refuse an estimator with one baseline per prompt, or one that compares whole rows."""
         _refuse_prompt_baseline(estimator, self, "turn")
+        if third_argument(estimator) is not None:
+            raise ValueError(
+                f"estimator={estimator_name(estimator)} compares whole rows, but {self} compares turns: use "
+                "credit='trajectory'"
+            )
 
     def __call__(self, groups: Groups) -> Estimates:
         # Sum the rewards of each turn, then of the turns that follow

@@ -7,7 +7,7 @@ and leaves held rows out of the checkpoint.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -94,14 +94,16 @@ class ZeroSignalFilter(BufferTransform):
             ``WeightedScores``, or every group passes.
         wrong: highest return of an equal group that counts as all wrong.
         right: lowest return of an equal group that counts as all right.
+        mean_range: bounds of a group's mean return, both excluded; groups outside are also dropped. None disables it.
 
     Attributes:
         counts: numbers of groups: ``"zero_signal/kept"``, and dropped ones by kind. These are
-            ``"zero_signal/all_wrong"``, ``"/all_right"``, ``"/flat"`` (neither, or several returns per row) and
-            ``"/unanswered"`` (fewer than two rows did not abstain).
+            ``"zero_signal/all_wrong"``, ``"/all_right"``, ``"/flat"`` (neither, or several returns per row),
+            ``"/unanswered"`` (fewer than two rows did not abstain) and ``"/out_of_range"`` (of ``mean_range``).
 
     Raises:
-        ValueError: if ``tolerance`` is negative, or ``wrong`` is not less than ``right``.
+        ValueError: if ``tolerance`` is negative, or ``wrong`` is not less than ``right``, or ``mean_range`` is empty or
+            combined with several returns per row.
 
     Example:
         >>> from tensordict import TensorDict
@@ -116,14 +118,23 @@ class ZeroSignalFilter(BufferTransform):
     """
 
     def __init__(
-        self, tolerance: float = 0.0, *, returns: Returns = final_return, wrong: float = 0.0, right: float = 1.0
+        self,
+        tolerance: float = 0.0,
+        *,
+        returns: Returns = final_return,
+        wrong: float = 0.0,
+        right: float = 1.0,
+        mean_range: Sequence[float] | None = None,
     ):
         super().__init__()
         if not tolerance >= 0:
             raise ValueError(f"tolerance={tolerance} must be at least 0")
         if not wrong < right:
             raise ValueError(f"wrong={wrong} must be less than right={right}")
+        if mean_range is not None and (len(mean_range) != 2 or not mean_range[0] < mean_range[1]):
+            raise ValueError(f"mean_range={mean_range} must be (low, high) with low < high")
         self.tolerance, self.returns, self.wrong, self.right = tolerance, returns, wrong, right
+        self.mean_range = mean_range
         self.counts: Counter[str] = Counter()
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
@@ -148,8 +159,17 @@ class ZeroSignalFilter(BufferTransform):
         _, groups = rows[keys.GROUP_ID].reshape(-1).unique(return_inverse=True)
         ranges = group_ranges(returns, groups)
         signal = has_signal(ranges, self.tolerance)
+        equal = ~signal
+        if self.mean_range is not None:
+            if returns.ndim > 1:
+                raise ValueError(f"mean_range={self.mean_range} cannot be combined with several returns per row")
+            sums = torch.zeros(len(signal)).index_add(0, groups, returns.float().nan_to_num(0.0))
+            means, (low, high) = sums / ranges.answered.clamp(min=1), self.mean_range
+            inside = (means > low) & (means < high)
+            self.counts["zero_signal/out_of_range"] += int((signal & ~inside).sum())
+            signal = signal & inside
         self.counts["zero_signal/kept"] += int(signal.sum())
-        for low, high, answered in zip(*(entry[~signal] for entry in ranges), strict=True):
+        for low, high, answered in zip(*(entry[equal] for entry in ranges), strict=True):
             self.counts[f"zero_signal/{self._kind(low, high, answered)}"] += 1
         if bool(signal.all()):
             return rows
@@ -216,6 +236,19 @@ def select_top_k(
     # Write sizes to copies: the caller may still use the rows
     selected = [rows[i].copy().set(keys.GROUP_SIZE, kept[i]) for i in sorted(kept)]
     return stack_rows(selected) if selected else rows[:0]
+
+
+def merge_groups(rows: TensorDictBase) -> TensorDictBase:
+    """Return copies of rows ``[B]`` in which those of a prompt (and role) form one group, with a common baseline."""
+    members: dict[tuple[int, ...], list[TensorDictBase]] = {}
+    for row in rows.unbind(0):
+        key = tuple(int(row[k]) for k in (keys.PROMPT_ID, keys.ROLE_ID) if k in row.keys())
+        members.setdefault(key, []).append(row.copy())
+    for group in members.values():
+        first, size = min(int(row[keys.GROUP_ID]) for row in group), torch.tensor(len(group))
+        for row in group:
+            row.update({keys.GROUP_ID: torch.tensor(first), keys.GROUP_SIZE: size})
+    return stack_rows([row for group in members.values() for row in group])
 
 
 class TopKSelector(BufferTransform):

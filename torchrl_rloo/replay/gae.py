@@ -147,10 +147,11 @@ def _token_rewards(row: TensorDictBase) -> torch.Tensor:
 def check_works_on_metadata(transform: Transform, groups_per_batch: int | None = None) -> None:
     """Raise if a transform of the buffer reads tokens, which :func:`~torchrl_rloo.data.metadata.metadata_of` drops.
 
-    These work: every estimator of :class:`MCAdvantage`, also a :class:`~torchrl_rloo.replay.RunningBaseline`; the
-    credits ``"trajectory"`` and ``"normalize_then_sum"``; both normalizations; ``ZeroSignalFilter`` and
-    ``TopKSelector``. Shaping and rewards of turns work as far as they change the trajectory's reward, since they run
-    in the environment, which has the tokens.
+    These work: every estimator of :class:`MCAdvantage` but ``"opo"``, also a
+    :class:`~torchrl_rloo.replay.RunningBaseline`; the credits ``"trajectory"`` and ``"normalize_then_sum"``; all
+    normalizations; ``ZeroSignalFilter`` and ``TopKSelector``. Shaping and rewards of turns work as far as they change
+    the trajectory's reward, since they run in the environment, which has the tokens.
+
 
     Args:
         transform: transform of the replay buffer.
@@ -173,6 +174,8 @@ def check_works_on_metadata(transform: Transform, groups_per_batch: int | None =
         raise ValueError(
             f"kl={transform.kl} gives each token an advantage and cannot work on metadata; use where='reward' or 'loss'"
         )
+    if transform.reads_tokens:
+        raise ValueError("estimator='opo' reads the lengths of rows and cannot work on metadata; use another")
     if transform.normalize is None or groups_per_batch is None:
         return
     if groups_per_batch % transform.normalize.groups:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,9 @@ class DataLoadingPrimer(EnvTransform):
         sampler: chooser of the prompts, such as :class:`~torchrl_rloo.data.sampling.MixtureSampler` or
             :class:`~torchrl_rloo.data.PassRatePool`; None draws epochs. A sampler never ends, and its state is saved
             with the primer's.
+        greedy: whether the first member of each group is greedy (``ORIGIN``), as a baseline.
+        demonstrations: function from a prompt's columns to the ids of its demonstrations. Further members, one for
+            each, take them as their turn; one member at least is sampled. None demonstrates nothing.
 
     Raises:
         ValueError: if a number is below 1, the epochs do not fill one batch, or a sampler is combined with ``epochs``
@@ -70,6 +73,8 @@ class DataLoadingPrimer(EnvTransform):
         first_group_id: int = 0,
         epochs: int | None = None,
         sampler: PromptSampler | None = None,
+        greedy: bool = False,
+        demonstrations: Callable[[Mapping[str, Any]], Sequence[torch.Tensor]] | None = None,
     ):
         super().__init__()
         if not isinstance(dataset, PromptDataset):
@@ -77,12 +82,15 @@ class DataLoadingPrimer(EnvTransform):
         for name, value in (("num_generations", num_generations), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if (greedy or demonstrations is not None) and num_generations < 2:
+            raise ValueError("num_generations=1 leaves no sampled member after the greedy or demonstrated ones; use 2")
         if sampler is not None and (epochs is not None or not shuffle):
             raise ValueError(f"epochs={epochs} and shuffle={shuffle} cannot be combined with a sampler; omit them")
         self.dataset, self.num_generations, self.shuffle, self.epochs = dataset, num_generations, shuffle, epochs
         self.generator = torch.Generator().manual_seed(seed)
         self.epoch, self.position, self.next_group_id = 0, 0, first_group_id
         self.first_group_id, self.sampler = first_group_id, sampler
+        self.greedy, self.demonstrations = greedy, demonstrations
         self._requeued: deque[tuple[int, int]] = deque()
         self._journal: list[tuple[int, int]] | None = None  # draws within requeue_on_error
         if sampler is None:
@@ -213,7 +221,17 @@ class DataLoadingPrimer(EnvTransform):
         entries = {k: v if isinstance(v, torch.Tensor) else make_non_tensor(v) for k, v in prompt.items()}
         entries |= {keys.GROUP_ID: torch.tensor(group_id), keys.GROUP_SIZE: torch.tensor(self.num_generations)}
         empty = torch.Size([])
-        return [TensorDict._new_unsafe(dict(entries), batch_size=empty) for _ in range(self.num_generations)]
+        rows = [TensorDict._new_unsafe(dict(entries), batch_size=empty) for _ in range(self.num_generations)]
+        if self.greedy or self.demonstrations is not None:
+            shown = [] if self.demonstrations is None else list(self.demonstrations(prompt))
+            origins = [keys.GREEDY] * self.greedy + [keys.DEMONSTRATION] * len(shown)
+            for i, row in enumerate(rows):
+                origin = origins[i] if i < min(len(origins), len(rows) - 1) else keys.SAMPLED
+                row.set(keys.ORIGIN, torch.tensor(origin))
+                if self.demonstrations is not None:
+                    ids = shown[i - self.greedy] if origin == keys.DEMONSTRATION else torch.zeros(0, dtype=torch.int64)
+                    row.set(keys.DEMONSTRATION_IDS, ids)
+        return rows
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Add the entries that a reset writes: the dataset's columns, two ids and the group size."""
