@@ -4,6 +4,7 @@ The result is a Transformers classifier with one label, saved with the temperatu
 
 Examples:
   reward_model.py                                            train a judge of the built-in task, on the CPU
+  reward_model.py model.gaussian=true                        rewards with a variance: the uncertainty of PURM
   reward_model.py model.name=my/model model.device=cuda data.source=pairs.jsonl data.type=chat_template.default \\
       optimizer.lr=1e-5
 """
@@ -26,6 +27,7 @@ class ModelConfig:
     name: str = "embedded"  # hub id or local directory of a causal model or one-label classifier; or embedded
     dtype: DType = "float32"  # data type of the trained weights: float32 or float64; fewer bits lose small steps
     device: str = "cpu"  # device of the model: cpu or cuda
+    gaussian: bool = False  # learn the mean and the standard deviation of rewards (PURM, arXiv 2503.22480)
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of from_pretrained
 
 
@@ -96,6 +98,7 @@ from torchrl_rloo.run import Run, repeat_after_rollback
 from torchrl_rloo.training import accumulate, optimizer_step
 
 PARTS = ("chosen", "rejected")
+KNOWN = 256  # rewards of held-out completions that a Gaussian model keeps, to measure its uncertainty later
 HEADLINE = ("loss", "rewards/accuracy", "eval/pair_accuracy", "time/step")
 PANELS = (("eval/pair_accuracy", "rewards/accuracy"), ("eval/pair_nll", "loss"), ("eval/pair_ece",))
 PANELS += (("rewards/chosen", "rewards/rejected"), ("rewards/margin",), ("grad_norm",))
@@ -146,6 +149,8 @@ def train(cfg: Config) -> None:
                 evaluate(run, cfg, loss_fn, eval_set, tokenizer)
             report.refresh()
     if run.finished:
+        if cfg.model.gaussian:
+            model.config.held_out_rewards = known_rewards(loss_fn, eval_set, cfg.eval.batch_size)
         finish(run, report, model, tokenizer, score_pairs(cfg, loss_fn, eval_set)[1])
 
 
@@ -157,6 +162,14 @@ def score_pairs(
     outputs = [loss_fn(part) for part in eval_set.split(cfg.eval.batch_size)]
     scores = {part: torch.cat([getattr(output, f"{part}_rewards").cpu() for output in outputs]) for part in PARTS}
     return scores, calibrate(scores["chosen"] - scores["rejected"], bins=cfg.eval.bins)
+
+
+@torch.no_grad()
+def known_rewards(loss_fn: RewardModelLoss, eval_set: TensorDictBase, batch_size: int) -> list[list[float]]:
+    """Return means and standard deviations of held-out completions, at most ``KNOWN`` of each."""
+    parts = [part[name] for part in eval_set[: KNOWN // 2].split(batch_size) for name in PARTS]
+    means, log_stds = torch.cat([loss_fn.reward_model.outputs(part).cpu() for part in parts]).unbind(-1)
+    return [means.tolist(), log_stds.exp().tolist()]
 
 
 def evaluate(

@@ -161,6 +161,18 @@ def test_bradley_terry_and_centering_equal_a_slow_loop(values, smoothing):
     equal(centering(chosen, rejected), [(w + r) ** 2 for w, r, _ in values])
 
 
+@pytest.mark.parametrize("mean", [-3.0, 0.0, 0.7, 8.0])
+@pytest.mark.parametrize("variance", [0.01, 1.0, 9.0, 50.0])
+def test_gaussian_rewards_have_the_likelihood_of_an_integral(mean, variance):
+    """Compare with a sum over a fine grid."""
+    step, std = 1e-3, math.sqrt(variance)
+    grid = [-9 + step * k for k in range(18_001)]
+    likelihood = sum(sigmoid(mean + std * z) * math.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * step for z in grid)
+    args = (torch.tensor([mean + 1.0], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64))
+    loss = bradley_terry(*args, variance=torch.tensor([variance], dtype=torch.float64))
+    assert loss.item() == pytest.approx(-math.log(likelihood), rel=3e-3)
+
+
 def test_far_apart_rewards_stay_finite():
     far = torch.tensor([1e4, -1e4], requires_grad=True)
     loss = bradley_terry(far, -far)

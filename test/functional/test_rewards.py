@@ -14,6 +14,7 @@ from torchrl_rloo.functional.rewards import (
     column_moments,
     combine_rewards,
     decay_moments,
+    mean_overlap,
     merge_moments,
     normalize_scores,
 )
@@ -126,3 +127,20 @@ def test_signal_against_a_loop(members: list, tolerance: float) -> None:
 def test_one_of_several_returns_that_differs_is_a_signal() -> None:
     returns = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, NAN], [1.0, 3.0]])
     assert has_signal(group_ranges(returns, torch.tensor([0, 0, 1, 1, 2, 2]))).tolist() == [True, False, False]
+
+
+def test_overlap_is_the_mean_bhattacharyya_coefficient():
+    """Compare with the integral of the root of both densities, on a grid."""
+    known, step = [(0.0, 1.0), (1.5, 0.3), (-2.0, 2.0)], 1e-3
+
+    def density(x: float, mean: float, std: float) -> float:
+        return math.exp(-(((x - mean) / std) ** 2) / 2) / (std * math.sqrt(2 * math.pi))
+
+    for mean, std in ((0.0, 1.0), (4.0, 0.2), (-1.0, 3.0)):
+        expected = sum(
+            math.sqrt(density(x, mean, std) * density(x, m, s)) * step
+            for m, s in known
+            for x in (-20 + step * k for k in range(40_000))
+        ) / len(known)
+        found = mean_overlap(torch.tensor([mean]), torch.tensor([std]), *torch.tensor(known).unbind(-1))
+        assert found.item() == pytest.approx(expected, rel=1e-3, abs=1e-6)

@@ -12,7 +12,7 @@ from support.gradients import assert_same_gradient, gradient_of
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.preferences import CHOSEN, LABEL, MARGIN, REJECTED
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.functional.preference import KTO, PREFERENCE_OBJECTIVES
+from torchrl_rloo.functional.preference import KTO, PREFERENCE_OBJECTIVES, bradley_terry
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.heads import RewardModel, load_reward_model
 from torchrl_rloo.modules.reference import frozen_reference, record_log_probs
@@ -331,6 +331,25 @@ def test_a_sample_weight_multiplies_the_loss_as_in_every_other_loss(reward_model
     torch.testing.assert_close(
         sum(loss_fn(p, normalizers).loss for p in halved.split(2)), 0.5 * loss_fn(score_pairs).loss
     )
+
+
+def test_gaussian_rewards_are_means_and_their_variances_add_up(tokenizer, tmp_path, score_pairs):
+    build_model(tokenizer, seed=0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = RewardModel(load_reward_model(tmp_path, gaussian=True)[0])
+    torch.testing.assert_close(model.outputs(score_pairs["chosen"]), torch.zeros(len(LENGTHS), 2))
+    with torch.no_grad():
+        model.model.score.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    out = RewardModelLoss(model)(score_pairs)
+    losses = []
+    for row in score_pairs.unbind(0):
+        (w, log_w), (r, log_r) = (model.outputs(row[part][None])[0] for part in ("chosen", "rejected"))
+        variance = (2 * log_w).exp() + (2 * log_r).exp()
+        losses.append(bradley_terry(w[None], r[None], row[MARGIN][None], variance=variance[None]))
+    torch.testing.assert_close(out.loss, torch.cat(losses).mean())
+    torch.testing.assert_close(out.chosen_rewards, model.score(score_pairs["chosen"]).detach())
+    out.loss.backward()
+    assert model.model.score.weight.grad[1].abs().sum() > 0
 
 
 def test_terms_that_are_off_are_absent_and_cost_no_pass(reward_model, score_pairs):

@@ -9,6 +9,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.functional.rewards import mean_overlap
 from torchrl_rloo.rewards.classifier import SequenceClassifier, scored_ids
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 from torchrl_rloo.rewards.registry import load_reward
@@ -305,3 +306,27 @@ def test_settings_out_of_range(settings, named):
 def test_loading_settings_need_a_name():
     with pytest.raises(ValueError, match="revision.*cannot be combined with a loaded module"):
         SequenceClassifier(build_classifier(), revision="main")
+
+
+def test_a_gaussian_reward_model_distrusts_what_overlaps_with_known_rewards(tmp_path):
+    model, known = build_classifier(num_labels=2), [[0.0, 1.0, -0.5], [1.0, 0.5, 0.1]]
+    model.config.held_out_rewards = known
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    plain = scores(SequenceClassifier(tmp_path), rows(TEXTS[:2]))
+    penalized = scores(SequenceClassifier(tmp_path, uncertainty=2.0), rows(TEXTS[:2]))
+    for text, mean, score in zip(TEXTS, plain, penalized, strict=False):
+        with torch.no_grad():
+            outputs = model(torch.tensor([build_tokenizer()("1 + 1 =" + text)["input_ids"]])).logits[0]
+        assert mean == pytest.approx(float(outputs[0]), abs=ROUNDING)
+        overlap = mean_overlap(outputs[:1], outputs[1:].exp(), *torch.tensor(known))
+        assert score == pytest.approx(mean - 2 * float(overlap), abs=10 * ROUNDING)
+
+
+@pytest.mark.parametrize("labels, settings", [(1, {}), (2, {"label": 0})])
+def test_uncertainty_requires_a_gaussian_reward_model(labels, settings):
+    model = build_classifier(num_labels=labels)
+    with pytest.raises(ValueError, match="uncertainty=0.5 requires a Gaussian reward model"):
+        SequenceClassifier(model, tokenizer=build_tokenizer(), uncertainty=0.5, **settings).prepare()
+    with pytest.raises(ValueError, match="uncertainty=-1"):
+        SequenceClassifier(model, uncertainty=-1)

@@ -6,7 +6,9 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchrl.envs.llm.reward.gsm8k import GSM8KRewardParser
 
+from torchrl_rloo.rewards import RewardBatch, call_reward, load_reward
 from torchrl_rloo.rewards.formats import RegexFormat, find_program, last_block, think_format
 
 PIECES = st.lists(st.sampled_from(["<think>", "</think>", "a", "\n", " ", "<THINK>", "think>"]), max_size=6).map(
@@ -127,3 +129,22 @@ def test_it_takes_no_time_on_what_a_degenerate_policy_writes(unit):
     text = unit * (1_000_000 // len(unit))  # in quadratic time this would take hours
     assert last_block(text, ("json",)) == text
     find_program(text, len)
+
+
+@pytest.mark.parametrize("think", ["", "<think> </think>", "<think>3 and 4</think>", "<think>3 and 4"])
+@pytest.mark.parametrize(
+    "answer", ["7", "<answer></answer>", "<answer>7</answer>", "<answer>\n$7.0\n</answer>", "<answer>8</answer>"]
+)
+def test_weighted_functions_are_the_parts_of_torchrls_gsm8k_parser(think, answer):
+    parser = GSM8KRewardParser(set_done_if_answer=False)
+    theirs = parser._single_correctness_reward("7", *reversed(parser.extract_tags(think + answer)))
+    specs = [
+        {"_target_": "regex_format", "name": f"reward_{tag}", "pattern": rf"<{tag}>.*\S.*</{tag}>", "search": True}
+        for tag in ("answer", "think")
+    ]
+    batch = RewardBatch(["3+4?"], [think + answer], [[1]], {"answer": ["7"]})
+    right, tagged, thought = (call_reward(load_reward(s), batch).scores[0] for s in ("numeric_match", *specs))
+    assert (tagged, thought) == (theirs["reward_answer"], theirs["reward_think"])
+    if "<answer>" in answer:  # without the tag, numeric_match reads the last number
+        assert right == float(theirs["success"])
+        assert 0.9 * right + 0.1 * tagged == pytest.approx(float(theirs["reward"]))

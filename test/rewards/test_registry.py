@@ -18,6 +18,7 @@ from torchrl_rloo.runtime.lookup import is_async
 BOXES = [r"It is \boxed{7}.", r"<think>x</think>\boxed{8}", "7", ""]
 SETTINGS: dict[str, dict[str, Any]] = {  # of each reward that requires some
     "cosine_scaled": {"max_len": 10, "correctness": "boxed_accuracy"},
+    "ensemble": {"functions": ["boxed_accuracy", "think_format"]},
     "for_task": {"task": "math", "function": "boxed_accuracy"},
     "json_schema": {"schema": {"type": "integer"}},
     "length_budget": {"function": "boxed_accuracy", "budget": 3},

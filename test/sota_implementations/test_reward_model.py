@@ -117,6 +117,19 @@ def test_killed_and_resumed(overrides, finished, fork_server, tmp_path):
     assert results(tmp_path) == results(finished)
 
 
+def test_a_gaussian_model_is_trained_further_and_used_with_its_uncertainty(overrides, tmp_path):
+    few = ["model.gaussian=true", "train.steps=3", "schedule.warmup_steps=1", "data.limit=200", "data.eval_size=20"]
+    run_recipe_here("reward_model", *overrides, *few, f"output_dir={tmp_path / 'first'}")
+    more = [*few, f"model.name={tmp_path / 'first' / 'model'}"]
+    run_recipe_here("reward_model", *overrides[1:], *more, f"output_dir={tmp_path / 'second'}")
+    folder = tmp_path / "second" / "model"
+    known = json.loads((folder / "config.json").read_text())["held_out_rewards"]
+    assert [len(each) for each in known] == [40, 40] and min(known[1]) > 0
+    batch = ([[{"role": "user", "content": "1+1?"}]], [[{"role": "assistant", "content": "2"}]], [[1]])
+    (plain,), (score,) = SequenceClassifier(folder)(*batch), SequenceClassifier(folder, uncertainty=1.0)(*batch)
+    assert plain - 1 < score < plain
+
+
 def test_any_source_with_its_own_held_out_pairs(overrides, tmp_path, capsys):
     def write(name: str, conversations: list) -> Path:
         rows = [

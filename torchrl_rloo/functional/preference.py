@@ -14,12 +14,15 @@ Objectives of reward models take rewards, scores without a unit. In the Bradley-
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from torchrl_rloo.runtime.lookup import Choice, number_field
+
+_NODES = 64  # of quadrature
 
 
 class PreferenceObjective(Choice):
@@ -200,6 +203,7 @@ def bradley_terry(
     rejected: torch.Tensor,
     margin: torch.Tensor | float = 0.0,
     *,
+    variance: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Return the negative log-likelihood of the labels, with margins.
@@ -208,10 +212,26 @@ def bradley_terry(
 
         L = -(1 - eps) * log sigmoid(r_w - r_l - margin) - eps * log sigmoid(r_l - r_w - margin)
 
-    Shapes: ``chosen [P]``, ``rejected [P]``, ``margin [P]`` to ``[P]``.
+    If rewards are Gaussian, ``r_w`` and ``r_l`` are their means, ``variance`` is the sum of their variances, and
+    :func:`log_mean_sigmoid` takes the place of ``log sigmoid``: equation 4 of PURM (arXiv 2503.22480).
+
+    Shapes: ``chosen [P]``, ``rejected [P]``, ``margin [P]``, ``variance [P]`` to ``[P]``.
     """
     difference = chosen - rejected
-    return -(1 - label_smoothing) * logsigmoid(difference - margin) - label_smoothing * logsigmoid(-difference - margin)
+    log_odds = logsigmoid if variance is None else partial(log_mean_sigmoid, variance=variance)
+    return -(1 - label_smoothing) * log_odds(difference - margin) - label_smoothing * log_odds(-difference - margin)
+
+
+def log_mean_sigmoid(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    """Return ``log E[sigmoid(z)]`` of ``z ~ N(mean, variance)`` by Gauss-Hermite quadrature, ``[P]``.
+
+    PURM's code averages ``log sigmoid`` of random samples instead, which is a bound.
+    """
+    # Nodes and weights from the Jacobi matrix of Hermite polynomials (Golub and Welsch 1969)
+    off = torch.arange(1, _NODES, dtype=torch.float64).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    nodes, log_weights = nodes.to(mean), vectors[0].square().log().to(mean)
+    return (logsigmoid(mean[:, None] + variance.sqrt()[:, None] * nodes) + log_weights).logsumexp(-1)
 
 
 def centering(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:

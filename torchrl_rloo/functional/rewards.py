@@ -100,3 +100,17 @@ def calibrate_scores(scores: torch.Tensor, temperature: float, bias: float = 0.0
     """
     logits = scores / temperature + bias
     return logits.sigmoid() if sigmoid else logits
+
+
+def mean_overlap(mean: torch.Tensor, std: torch.Tensor, means: torch.Tensor, stds: torch.Tensor) -> torch.Tensor:
+    """Return how much Gaussian rewards overlap with known ones: 1 if with all of them, near 0 if they are certain.
+
+    Mean Bhattacharyya coefficient, the uncertainty of PURM (Sun et al. 2025, arXiv 2503.22480, equations 14 to 16)::
+
+        u_i = 1/N sum_j sqrt(2 s_i s_j / (s_i^2 + s_j^2)) * exp(-(m_i - m_j)^2 / (4 (s_i^2 + s_j^2)))
+
+    Shapes: ``mean [B]``, ``std [B]``, ``means [N]``, ``stds [N]`` to ``[B]``.
+    """
+    total = std[:, None].square() + stds.square()
+    scale = (2 * std[:, None] * stds / total).sqrt()
+    return (scale * (-(mean[:, None] - means).square() / (4 * total)).exp()).mean(-1)

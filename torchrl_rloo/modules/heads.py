@@ -36,7 +36,8 @@ class RewardModel(nn.Module):
     in Transformers.
 
     Args:
-        model: ``AutoModelForSequenceClassification`` with one label, e.g. from :func:`load_reward_model`.
+        model: ``AutoModelForSequenceClassification`` with one label, e.g. from :func:`load_reward_model`; or with two,
+            the mean of a Gaussian reward and the logarithm of its standard deviation (PURM, arXiv 2503.22480).
 
     Raises:
         ValueError: if the model has another number of labels, or no pad token.
@@ -50,17 +51,21 @@ class RewardModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        if model.config.num_labels != 1:
+        if model.config.num_labels not in (1, 2):
             raise ValueError(
-                f"model has {model.config.num_labels} labels, but a reward model has one; set num_labels=1"
+                f"model has {model.config.num_labels} labels; set num_labels=1, or 2 for a Gaussian reward"
             )
         if model.config.get_text_config().pad_token_id is None:
             raise ValueError("model.config.pad_token_id is None, so the last token of a padded row is unknown; set it")
         fix_frequencies(model)
-        self.model = model
+        self.model, self.is_gaussian = model, model.config.num_labels == 2
 
     def score(self, rows: TensorDictBase) -> torch.Tensor:
         """Score rows of text, batch size ``[B]``; return float32 ``[B]``, with gradient if enabled."""
+        return self.outputs(rows)[:, 0]
+
+    def outputs(self, rows: TensorDictBase) -> torch.Tensor:
+        """Return the outputs of rows of text, ``[B, 1]``, or ``[B, 2]`` of a Gaussian reward."""
         refuse_images(rows, "RewardModel")
         tokens = ragged(rows, keys.TOKENS)
         lengths = torch.tensor([len(t) for t in tokens])
@@ -70,11 +75,11 @@ class RewardModel(nn.Module):
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
         root = self.model if is_distributed(self.model) else self
         with recompute_in_eval(self.model):
-            return call_root(root, lambda: self.model(**inputs).logits[:, 0].float())
+            return call_root(root, lambda: self.model(**inputs).logits.float())
 
 
 def load_reward_model(
-    name: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu", **kwargs: Any
+    name: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu", gaussian: bool = False, **kwargs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a sequence classifier with one label in evaluation mode (no dropout), and its tokenizer.
 
@@ -86,6 +91,7 @@ def load_reward_model(
         name: hub id or local directory of a causal language model or classifier.
         dtype: ``"float32"``, ``"bfloat16"``, ...
         device: device of the model.
+        gaussian: True for two outputs, mean and log standard deviation, which also begin at 0.
         **kwargs: arguments of ``AutoModelForSequenceClassification.from_pretrained``. Those that locate a model
             (``revision=``, ``trust_remote_code=``, ...) are also passed to its tokenizer and configuration.
 
@@ -101,14 +107,14 @@ def load_reward_model(
     torch_dtype, where = parse_dtype(dtype), {k: kwargs[k] for k in HUB_KWARGS if k in kwargs}
     config = AutoConfig.from_pretrained(name, **where)
     trained = any("SequenceClassification" in architecture for architecture in config.architectures or ())
-    if trained and config.num_labels != 1:
+    if trained and config.num_labels != 1 + gaussian:
         raise ValueError(
-            f"{name} is a classifier of {config.num_labels} labels, but a reward model has one; use another model"
+            f"{name} is a classifier of {config.num_labels} labels, but gaussian={gaussian} requires {1 + gaussian}"
         )
     # A new head and pad token are for language models only: a classifier stays unchanged
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
     model, info = AutoModelForSequenceClassification.from_pretrained(
-        name, dtype=torch_dtype, num_labels=1, output_loading_info=True, **kwargs
+        name, dtype=torch_dtype, num_labels=1 + gaussian, output_loading_info=True, **kwargs
     )
     if not trained:
         _zero_head(model, info["missing_keys"])
@@ -121,7 +127,7 @@ def _zero_head(model: PreTrainedModel, missing: Iterable[str]) -> None:
     """Zero the newly initialized parameters of the output."""
     parameters = dict(model.named_parameters())
     for name in set(missing) & parameters.keys():
-        if parameters[name].shape[0] == 1:
+        if parameters[name].shape[0] <= 2:
             nn.init.zeros_(parameters[name])
 
 

@@ -255,7 +255,8 @@ class RewardModelLoss(LossModule):
     :mod:`torchrl_rloo.functional.preference` has the terms and their sources. Rows come from
     :func:`~torchrl_rloo.modules.heads.encode_pairs` or :func:`~torchrl_rloo.data.encode_preferences`. A pair has
     sub-rows ``"chosen"`` and ``"rejected"``, scored in one forward pass, and optionally a float ``"margin"`` (``m_i``),
-    ``sample_weight`` and ``multiplicity``, whose product is ``u_i``. Returns a :class:`RewardModelLossOutput`.
+    ``sample_weight`` and ``multiplicity``, whose product is ``u_i``. Scores of a Gaussian reward model are its means.
+    Returns a :class:`RewardModelLossOutput`.
 
     Args:
         reward_model: model that scores rows.
@@ -310,7 +311,7 @@ class RewardModelLoss(LossModule):
         if self.batch_sum_coeff and len(rows):
             with torch.no_grad():
                 parts = rows.split(self.micro_batch_size or len(rows))
-                sums = torch.cat([torch.stack(self._score(part)).sum(0).double().cpu() for part in parts])
+                sums = torch.cat([torch.stack(self._score(part)[:2]).sum(0).double().cpu() for part in parts])
             total[1] = row_weights(rows).double().cpu() @ sums
         number, reward = mean_over_ranks(total.cpu(), process_group).tolist()
         mean_reward = reward / (2 * number) if number else 0.0  # no rank has a pair
@@ -322,13 +323,13 @@ class RewardModelLoss(LossModule):
             zero, none = zero_loss(self.reward_model.score), torch.zeros(0)
             return RewardModelLossOutput(zero, None, None, none, none.clone())
         # Score both completions of each pair in one forward pass
-        chosen, rejected = self._score(tensordict)
+        chosen, rejected, variance = self._score(tensordict)
         weights = row_weights(tensordict).to(chosen)
         num_rows = float(multiplicity(tensordict).sum()) if normalizers is None else normalizers.num_rows
         margin = tensordict.get(MARGIN, None)
         margin = 0.0 if margin is None else margin.reshape(-1).to(chosen)
         # Sum the terms over pairs, normalized over the whole step
-        losses = bradley_terry(chosen, rejected, margin, label_smoothing=self.label_smoothing)
+        losses = bradley_terry(chosen, rejected, margin, variance=variance, label_smoothing=self.label_smoothing)
         centered = summed = None
         if self.centering_coeff:
             centered = self.centering_coeff * (centering(chosen, rejected) * weights).sum() / num_rows
@@ -345,6 +346,10 @@ class RewardModelLoss(LossModule):
             rejected_rewards=rejected.detach(),
         )
 
-    def _score(self, rows: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of the better and the worse completions, ``[P]`` each."""
-        return self.reward_model.score(concatenate([rows[CHOSEN], rows[REJECTED]])).chunk(2)
+    def _score(self, rows: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the scores of the better and the worse completions, and their variance if Gaussian, ``[P]`` each."""
+        both = concatenate([rows[CHOSEN], rows[REJECTED]])
+        if getattr(self.reward_model, "is_gaussian", False):
+            means, log_stds = self.reward_model.outputs(both).unbind(-1)
+            return *means.chunk(2), (2 * log_stds).exp().reshape(2, -1).sum(0)
+        return *self.reward_model.score(both).chunk(2), None

@@ -5,6 +5,7 @@ from torchrl_rloo.rewards.choices import MultipleChoice
 from torchrl_rloo.rewards.classifier import SequenceClassifier
 from torchrl_rloo.rewards.code import CodeTests
 from torchrl_rloo.rewards.countdown import Countdown
+from torchrl_rloo.rewards.ensembles import Ensemble
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor, ProcessExecutor, ThreadExecutor, make_executor
 from torchrl_rloo.rewards.formats import JSONSchema, RegexFormat, think_format
 from torchrl_rloo.rewards.instructions import InstructionFollowing
@@ -31,6 +32,7 @@ __all__ = [
     "CodeTests",
     "CosineScaled",
     "Countdown",
+    "Ensemble",
     "ExactMatch",
     "Executor",
     "ForTask",

@@ -25,11 +25,16 @@ class SequenceClassifier:
 
     Metric: ``<name>/overlong``, the share of rows with more than ``max_length`` tokens, before any truncation.
 
+    A Gaussian reward model (recipe ``reward_model`` with ``model.gaussian=true``) scores its mean, minus
+    ``uncertainty`` times the overlap with its rewards of held-out completions
+    (:func:`~torchrl_rloo.functional.rewards.mean_overlap`).
+
     Args:
         model: hub id, directory of a model or of a LoRA adapter (requires peft), or loaded module.
         tokenizer: tokenizer, or its hub id or directory. None loads it from the path of the model.
         name: name in logs. None uses the last part of the model's path.
         label: index of the logit to use as the score. None requires a model with one label.
+        uncertainty: coefficient of the overlap, for a Gaussian reward model.
         batch_size: rows per forward pass; 1 if neither tokenizer nor model has a pad token, by which classifiers find
             the end of a text.
         max_length: maximum number of tokens per row. None uses the limit of the model.
@@ -60,6 +65,7 @@ class SequenceClassifier:
         tokenizer: Any = None,
         name: str | None = None,
         label: int | None = None,
+        uncertainty: float = 0.0,
         batch_size: int = 16,
         max_length: int | None = None,
         truncation: str | None = None,
@@ -82,7 +88,9 @@ class SequenceClassifier:
         self.model = os.fspath(model) if isinstance(model, str | os.PathLike) else model
         if model_kwargs and not isinstance(self.model, str):
             raise ValueError(f"{sorted(model_kwargs)} cannot be combined with a loaded module; pass a name or path")
-        self.tokenizer, self.label, self.batch_size = tokenizer, label, batch_size
+        if not 0 <= uncertainty < float("inf"):
+            raise ValueError(f"uncertainty={uncertainty} must be finite and at least 0")
+        self.tokenizer, self.label, self.batch_size, self.uncertainty = tokenizer, label, batch_size, uncertainty
         self.max_length, self.truncation, self.device, self.dtype = max_length, truncation, device, dtype
         self.template_kwargs, self.model_kwargs, self.offload = dict(template_kwargs or {}), model_kwargs, offload
         # Name the reward after the model, without its folder or owner
@@ -143,12 +151,18 @@ class SequenceClassifier:
     def _forward(self, model: torch.nn.Module, tokenizer: Any, rows: list[list[int]]) -> list[float]:
         import torch
 
+        from torchrl_rloo.functional.rewards import mean_overlap
+
         length = max(len(ids) for ids in rows)
         ids = torch.tensor([r + [tokenizer.pad_token_id] * (length - len(r)) for r in rows], device=model.device)
         mask = torch.tensor([[1] * len(r) + [0] * (length - len(r)) for r in rows], device=model.device)
         with torch.inference_mode():
-            logits = model.eval()(input_ids=ids, attention_mask=mask).logits  # [rows, labels]
-        return logits[:, self.label or 0].float().tolist()
+            logits = model.eval()(input_ids=ids, attention_mask=mask).logits.float()  # [rows, labels]
+            scores = logits[:, self.label or 0]
+            if self.uncertainty:
+                known = torch.tensor(model.config.held_out_rewards, device=scores.device)  # means and deviations [2, N]
+                scores = scores - self.uncertainty * mean_overlap(scores, logits[:, 1].exp(), *known)
+        return scores.tolist()
 
     def prepare(self) -> None:
         """Load the model and its tokenizer, unless they are loaded; raise what the class says."""
@@ -170,6 +184,11 @@ class SequenceClassifier:
                 model = self.model.to(**{name: value for name, value in placement.items() if value is not None})
             tokenizer = self._load_tokenizer(model)
             _check_head(model, self.label, self.__name__)
+            if self.uncertainty and (getattr(model.config, "held_out_rewards", None) is None or self.label is not None):
+                raise ValueError(
+                    f"uncertainty={self.uncertainty} requires a Gaussian reward model, and label=None; "
+                    "train it with: torchrl-rloo run reward_model model.gaussian=true"
+                )
             _set_pad_token(model, tokenizer)
             self._loaded = model, tokenizer
         return self._loaded
@@ -255,7 +274,7 @@ def _check_head(model: torch.nn.Module, label: int | None, name: str) -> None:
             f"reward model {name} is a language model; pass a sequence classifier, of which a logit scores"
         )
     labels = model.config.num_labels
-    if label is None and labels != 1:
+    if label is None and labels != 1 and getattr(model.config, "held_out_rewards", None) is None:
         raise ValueError(f"reward model {name} has {labels} labels; set label=0 ... {labels - 1}")
     if label is not None and not 0 <= label < labels:
         raise ValueError(f"label={label} must be in 0 ... {labels - 1}: reward model {name} has {labels} labels")

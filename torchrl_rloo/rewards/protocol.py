@@ -109,16 +109,13 @@ class RewardBatch:
 
 @dataclass
 class RewardCall:
-    """Result of one call of a reward function: a number or None per trajectory, and what the function logged.
-
-    ``tokens`` has the rewards of tokens of the rows for which the function returned a list.
-    """
+    """Result of one call of a reward function: a number or None per trajectory, and what the function logged."""
 
     scores: list[float | None]
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
     seconds: float = 0.0
-    tokens: dict[int, list[float]] = field(default_factory=dict)
+    tokens: dict[int, list[float]] = field(default_factory=dict)  # by row, where the function returned a list
 
 
 @dataclass

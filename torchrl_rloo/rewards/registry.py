@@ -18,6 +18,7 @@ REWARDS: dict[str, str] = {
     "code_tests": "torchrl_rloo.rewards.code.CodeTests",
     "cosine_scaled": "torchrl_rloo.rewards.accuracy.CosineScaled",
     "countdown": "torchrl_rloo.rewards.countdown.Countdown",
+    "ensemble": "torchrl_rloo.rewards.ensembles.Ensemble",
     "exact_match": "torchrl_rloo.rewards.matching.ExactMatch",
     "for_task": "torchrl_rloo.rewards.wrapping.ForTask",
     "instruction_following": "torchrl_rloo.rewards.instructions.InstructionFollowing",

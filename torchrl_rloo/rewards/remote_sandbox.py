@@ -16,7 +16,7 @@ from torchrl_rloo.runtime.lookup import import_room
 if TYPE_CHECKING:
     from torchrl_rloo.sandbox import SandboxResult
 
-_MAX_STDERR = 2000
+_MAX_STDERR, _QUEUE_SECONDS = 2000, 60.0  # the latter is added to a program's limit
 # Runs a program and its tests in one process, in separate modules; verdicts begin with a mark that only this call knows
 _DRIVER = """
 import json, os, sys, types
@@ -58,18 +58,16 @@ if attempt(load):
 class RemoteSandbox:
     """Sandbox of a server with SandboxFusion's endpoint ``POST /run_code``, which runs Python programs.
 
-    :class:`CodeTests` takes it, or its ``url``, as ``sandbox``. Outputs of programs and results of functions are
-    compared in this process. Assertions run in the process of the program: one that looks for its tests there could
-    forge their verdicts, which the local sandbox excludes. A request that fails for good, or that the server answers
-    with ``SandboxError``, raises ``RemoteRewardError``; rows of :class:`CodeTests` then abstain.
+    Outputs of programs and results of functions are compared in this process. Assertions run in the process of the
+    program: one that looks for its tests there could forge their verdicts, which the local sandbox excludes. A request
+    that fails for good, or that the server answers with ``SandboxError``, raises ``RemoteRewardError``.
 
     Args:
         url: address of the endpoint, such as ``http://127.0.0.1:8080/run_code``.
         timeout: limit of a program in seconds.
         memory: limit of a program in bytes; None leaves it to the server.
-        request_timeout: seconds per attempt, which a server with a queue may need in addition to ``timeout``.
         retries: attempts after the first.
-        headers, api_key_env, max_bytes: see :class:`~torchrl_rloo.rewards.RemoteScorer`.
+        **settings: ``headers``, ``api_key_env`` and ``max_bytes`` of :class:`~torchrl_rloo.rewards.RemoteScorer`.
 
     Raises:
         ValueError: if a setting is out of range.
@@ -85,25 +83,14 @@ class RemoteSandbox:
         *,
         timeout: float = 10.0,
         memory: int | None = None,
-        request_timeout: float = 60.0,
         retries: int = 4,
-        headers: Mapping[str, str] | None = None,
-        api_key_env: str | None = None,
-        max_bytes: int = 1 << 24,
+        **settings: Any,
     ):
-        self.policy = import_room("sandbox", "RemoteSandbox").Policy(timeout=timeout)
         if memory is not None and memory < 1 << 20:
             raise ValueError(f"memory={memory} must be at least {1 << 20} bytes, or None")
-        self.memory, attempt = memory, timeout + request_timeout
-        self.endpoint = JsonEndpoint(
-            url,
-            attempt,
-            attempt * (retries + 1),
-            retries,
-            headers=dict(headers or {}),
-            api_key_env=api_key_env,
-            max_bytes=max_bytes,
-        )
+        self.policy, self.memory = import_room("sandbox", "RemoteSandbox").Policy(timeout=timeout), memory
+        attempt = timeout + _QUEUE_SECONDS
+        self.endpoint = JsonEndpoint(url, attempt, attempt * (retries + 1), retries, **settings)
 
     def run(self, program: str, stdin: str = "") -> SandboxResult:
         """Run a program to its end; raise ``RemoteRewardError`` if the server fails."""
@@ -124,9 +111,8 @@ class RemoteSandbox:
                 raise RemoteRewardError(f"{session.name}: no result of a program in the reply {message}")
         output, errors = (str(run.get(name) or "") for name in ("stdout", "stderr"))
         reason, code = ("timed_out", -9) if late else ("exit", run["return_code"])
-        seconds = float(run.get("execution_time") or 0.0)
-        room = import_room("sandbox", "RemoteSandbox")
-        return room.SandboxResult(reason, code, output, errors[-_MAX_STDERR:], seconds)
+        result = import_room("sandbox", "RemoteSandbox").SandboxResult
+        return result(reason, code, output, errors[-_MAX_STDERR:], float(run.get("execution_time") or 0.0))
 
     def judge(self, tests: Mapping[str, Any], program: Mapping[str, Any]) -> SandboxResult:
         """Run tests and their program; the result's output has a line of JSON ``[passed, reason]`` for each."""
@@ -144,8 +130,6 @@ class RemoteSandbox:
             if passed and entry[0] == "call" and rest[0] != entry[2] and [rest[0]] != entry[2]:
                 passed, rest = False, [f"AssertionError: {rest[0]!r:.100}"]
             lines.append(json.dumps([True, None] if passed else [False, str(rest[0])]) + "\n")
-            if not passed and not tests["partial"]:
-                break
         return replace(result, stdout="".join(lines))
 
 

@@ -139,20 +139,14 @@ class RemotePython(Tool):
 
     Args:
         sandbox: :class:`~torchrl_rloo.rewards.RemoteSandbox`, its URL, or a mapping of its arguments.
-        max_output: characters at the end of a program's output that are shown.
-
-    Raises:
-        ValueError: if ``max_output`` is below 1, or the sandbox rejects a setting.
 
     Example:
         >>> RemotePython("http://127.0.0.1:8080/run_code").name
         'python'
     """
 
-    def __init__(self, sandbox: RemoteSandbox | str | Mapping[str, Any], *, max_output: int = 5_000):
-        if max_output < 1:
-            raise ValueError(f"max_output={max_output} must be at least 1 character")
-        self.sandbox, self.max_output = make_sandbox(sandbox), max_output
+    def __init__(self, sandbox: RemoteSandbox | str | Mapping[str, Any]):
+        self.sandbox = make_sandbox(sandbox)
         text = "Runs a Python program and returns what it prints. Variables do not persist between calls."
         super().__init__("python", text, _PARAMETERS, timeout=self.sandbox.endpoint.total_timeout)
 
@@ -162,9 +156,8 @@ class RemotePython(Tool):
             result = await self.sandbox.run_async(code)
         except RemoteRewardError as error:
             raise ToolHostError(str(error)) from error
-        output = result.stdout[-self.max_output :].rstrip("\n")
         if result.ok:
-            return output or "(no output)"
+            return result.stdout.rstrip("\n") or "(no output)"
         if result.reason == "timed_out":
             raise ToolTimeoutError(_MESSAGES["timed_out"].format(timeout=self.sandbox.policy.timeout))
-        raise ToolError("\n".join(part for part in (_MESSAGES["error"], result.stderr.strip(), output) if part))
+        raise ToolError("\n".join(part for part in (_MESSAGES["error"], result.stderr.strip(), result.stdout) if part))

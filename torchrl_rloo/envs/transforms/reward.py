@@ -49,8 +49,8 @@ class RewardTransform(EnvTransform):
     return and scores are NaN, and no function is called. What functions pass to ``log_extra`` is added to
     ``("next", "log_extra")``, one dictionary per row. A warning is logged if the first trajectories all earn the same.
 
-    A function may return the rewards of a trajectory's tokens (:mod:`torchrl_rloo.rewards.protocol`), of which the sum
-    is the score. A :class:`TurnRewardTransform` after this transform credits the tokens with them.
+    Of rewards of tokens (:mod:`torchrl_rloo.rewards.protocol`) the sum is the score, and a :class:`TurnRewardTransform`
+    after this transform credits the tokens with them.
 
     Args:
         functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), or names and settings for
