@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from support.engines import GROUP, VLLMEngines, check_scores
+from support.engines import GROUP, VLLMEngines, check_scores, check_turn_settings
+from support.turn_settings import TURN_SETTINGS
 from support.waiting import PATIENCE, in_thread
 from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request
@@ -89,6 +90,13 @@ def test_log_probs_are_of_the_distribution_sampled(
     assert deviation(models[0], requests, samples) < EXACT
     plain = [Request(p, 12, 0) for p in PROMPTS]
     assert deviation(models[0], plain, samples) > STALE  # otherwise the test could not fail
+
+
+@pytest.mark.parametrize("name", TURN_SETTINGS)
+def test_settings_of_turns_are_those_of_the_scorer(
+    engine: VLLMEngine, models: list[PreTrainedModel], tokenizer: PreTrainedTokenizerFast, name: str
+):
+    check_turn_settings(engine, models[0], tokenizer, TURN_SETTINGS[name])
 
 
 def test_log_probs_are_exact_for_a_large_vocabulary(make_vllm_engine: Callable[..., VLLMEngine]):
