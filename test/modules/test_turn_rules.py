@@ -169,6 +169,7 @@ def test_a_token_outside_of_the_rules_is_refused(random_model, bpe):
         ({"structured": {"regex": "(a"}}, "structured=.regex: .a. is invalid"),
         ({"structured": {"json": "{"}}, "structured=.json: .. is invalid"),
         ({"structured": {"lark": "a"}}, "must be one of .regex: text., "),
+        ({"structured": "a+"}, "structured='a.' must be one of .regex: text., "),
         ({"structured": {}}, "must be one of .regex: text., "),
         ({"structured": {"choice": "yes"}}, "must be one of .regex: text., "),
         ({"structured": {"choice": []}}, "must be one of .regex: text., "),

@@ -67,7 +67,7 @@ class SamplingDistribution:
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
         object.__setattr__(self, "logit_bias", tuple(sorted((int(i), float(b)) for i, b in bias)))
         object.__setattr__(self, "bad_words", words)
-        if isinstance(self.structured, Mapping):
+        if not isinstance(self.structured, tuple | None):
             object.__setattr__(self, "structured", _parse_structured(self.structured))
         checks = {
             "temperature": (self.temperature >= 0, "at least 0"),
@@ -104,17 +104,17 @@ class SamplingDistribution:
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
-def _parse_structured(value: Mapping[str, Any]) -> tuple[str, str]:
+def _parse_structured(value: Any) -> tuple[str, str]:
     """Return kind and text of a grammar; choices become an EBNF grammar."""
-    kind, text = next(iter(value.items()), (None, None))
+    kind, text = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else (None, None)
     if kind == "json" and not isinstance(text, str):
         text = json.dumps(text)
     elif kind == "choice" and isinstance(text, Sequence) and not isinstance(text, str) and text:
         kind, text = "grammar", "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in text)
     is_text = isinstance(text, str) and (kind != "grammar" or "::=" in text)
-    if len(value) != 1 or kind not in ("regex", "json", "grammar") or not is_text:
+    if kind not in ("regex", "json", "grammar") or not is_text:
         raise ValueError(
-            f"structured={dict(value)!r:.80} must be one of {{regex: text}}, {{json: schema}}, {{choice: [texts]}} and "
+            f"structured={value!r:.80} must be one of {{regex: text}}, {{json: schema}}, {{choice: [texts]}} and "
             "{grammar: text}, with '::=' (EBNF)"
         )
     return kind, text
