@@ -337,6 +337,8 @@ def test_a_failure_between_steps_is_final_until_restart(
 
 
 def test_settings_of_the_toolkit_and_bad_models_are_refused(vllm, tmp_path: Path):
+    with pytest.raises(ValueError, match="enable_return_routed_experts=True has no effect"):
+        VLLMEngine("nowhere", enable_return_routed_experts=True)
     with pytest.raises(ValueError, match="logprobs_mode is set by the toolkit and cannot be 'raw_logprobs'"):
         VLLMEngine(tmp_path, logprobs_mode="raw_logprobs")
     with pytest.raises(EngineError, match=r"(?s)does not start with model='/.*config\.json"):

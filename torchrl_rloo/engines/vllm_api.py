@@ -129,6 +129,8 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the arguments of a vLLM engine, whose log-probs must be of the sampled distribution."""
     if clash := sorted(_SET_HERE & set(arguments)):
         raise ValueError(f"{clash[0]} is set by the toolkit and cannot be {arguments[clash[0]]!r}; remove it")
+    if arguments.get("enable_return_routed_experts"):
+        raise ValueError("enable_return_routed_experts=True has no effect: no scorer replays these routes; remove it")
     for name, value in arguments.items():
         if name.startswith("data_parallel") and value not in (None, False) and (name, value) != (_REPLICAS, 1):
             raise ValueError(
