@@ -38,6 +38,7 @@ EXTRAS = {
         "bitsandbytes>=0.50,<0.51",  # 4-bit layers on CPU and CUDA; 0.x, and a minor version changed their CPU kernels
     ],
     "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2"],  # models in GGUF files; transformers 5.24 reads them with both
+    "structured": ["xgrammar>=0.2,<0.3"],  # grammars of turns, the same as in vllm 0.32; 0.x
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # procedural problems with verifiers; 0.x
     "rewards": [
         "math-verify>=0.9,<0.10",  # mathematical equality of answers
@@ -70,6 +71,7 @@ EXTRAS["test"] = [
     *EXTRAS["docs"],  # tests run tutorials
     *EXTRAS["qlora"],
     *EXTRAS["gguf"],
+    *EXTRAS["structured"],
     *EXTRAS["reasoning-gym"],
     *EXTRAS["rewards"],
     *EXTRAS["tools"],

@@ -221,6 +221,12 @@ def their_vllm_policy_on_our_engine(parts: Parts) -> None:
     their_modules.vLLMWrapper(TransformersEngine(parts.model), tokenizer=parts.tokenizer)
 
 
+@refused("RemoteTransformersWrapper", TypeError, "must be a torchrl_rloo.engines.Engine")
+def their_policy_in_an_actor(parts: Parts) -> None:
+    remote = their_modules.RemoteTransformersWrapper
+    vLLMWrapper(remote.__new__(remote), tokenizer=parts.tokenizer)  # its constructor starts Ray
+
+
 @refused("vllm.LLM as the engine of vLLMWrapper", TypeError, "must be a torchrl_rloo.engines.Engine")
 def what_their_vllm_policy_takes_in_ours(parts: Parts) -> None:
     vLLMWrapper(parts.model, tokenizer=parts.tokenizer)

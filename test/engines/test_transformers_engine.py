@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tensordict import TensorDict
 from torch import nn
 
 from support.gpu import needs_gpu
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.functional import SamplingDistribution
+from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, plan_buckets
 from torchrl_rloo.weight_update.protocol import xxh3 as checksum
 
@@ -113,6 +117,13 @@ def test_rows_are_scored_id_by_id(engine: TransformersEngine, temperature: float
         assert scores == pytest.approx(expected, abs=1e-5)
     with pytest.raises(EngineError, match="the prompt of request 1 is empty"):
         engine.score([[1], []])
+    marked = [
+        TensorDict({keys.TOKENS: torch.tensor(row), keys.ACTION_MASK: torch.arange(len(row)) > 0}) for row in PROMPTS
+    ]
+    settings = {"generate": False, "generate_kwargs": {"temperature": temperature}}
+    scored = TransformersWrapper(engine.model, tokenizer=engine.tokenizer, **settings)(stack_rows(marked))
+    for row, scores in zip(scored.unbind(0), engine.score(PROMPTS, temperature), strict=True):
+        assert row[keys.LOG_PROBS].tolist() == pytest.approx(scores, abs=1e-5)
 
 
 def test_greedy_takes_the_likeliest_and_has_log_probs_of_0(engine: TransformersEngine) -> None:

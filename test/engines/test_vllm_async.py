@@ -15,12 +15,13 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from support.engines import GROUP, check_scores
+from support.engines import GROUP, check_scores, check_turn_settings
 from support.faults import Flipped, Interfering
 from support.fork_server import ForkServer
 from support.processes import is_gone, wait_until_gone
+from support.turn_settings import TURN_SETTINGS
 from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
@@ -114,6 +115,12 @@ def test_a_refused_request_affects_no_other(engine: AsyncVLLMEngine, request_: R
 
 def test_rows_are_scored_as_by_the_model(engine: AsyncVLLMEngine, models: list[PreTrainedModel]):
     check_scores(engine, models[0])
+
+
+def test_settings_of_turns_are_those_of_the_scorer(
+    engine: AsyncVLLMEngine, models: list[PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+):
+    check_turn_settings(engine, models[0], tokenizer, TURN_SETTINGS["all"])
 
 
 def test_abort_returns_what_there_is(engine: AsyncVLLMEngine, models: list[PreTrainedModel], running, deviation):

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from support.engines import GROUP, VLLMEngines, check_scores
+from support.engines import GROUP, VLLMEngines, check_scores, check_turn_settings
+from support.turn_settings import TURN_SETTINGS
 from support.waiting import PATIENCE, in_thread
 from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request
@@ -89,6 +90,13 @@ def test_log_probs_are_of_the_distribution_sampled(
     assert deviation(models[0], requests, samples) < EXACT
     plain = [Request(p, 12, 0) for p in PROMPTS]
     assert deviation(models[0], plain, samples) > STALE  # otherwise the test could not fail
+
+
+@pytest.mark.parametrize("name", TURN_SETTINGS)
+def test_settings_of_turns_are_those_of_the_scorer(
+    engine: VLLMEngine, models: list[PreTrainedModel], tokenizer: PreTrainedTokenizerFast, name: str
+):
+    check_turn_settings(engine, models[0], tokenizer, TURN_SETTINGS[name])
 
 
 def test_log_probs_are_exact_for_a_large_vocabulary(make_vllm_engine: Callable[..., VLLMEngine]):
@@ -329,6 +337,8 @@ def test_a_failure_between_steps_is_final_until_restart(
 
 
 def test_settings_of_the_toolkit_and_bad_models_are_refused(vllm, tmp_path: Path):
+    with pytest.raises(ValueError, match="enable_return_routed_experts=True has no effect"):
+        VLLMEngine("nowhere", enable_return_routed_experts=True)
     with pytest.raises(ValueError, match="logprobs_mode is set by the toolkit and cannot be 'raw_logprobs'"):
         VLLMEngine(tmp_path, logprobs_mode="raw_logprobs")
     with pytest.raises(EngineError, match=r"(?s)does not start with model='/.*config\.json"):

@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from support.engines import check_scores
+from support.engines import check_scores, check_turn_settings
 from support.faults import FlippedFile
+from support.turn_settings import TURN_SETTINGS
 from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_access import server_key
@@ -138,6 +139,8 @@ def test_distributions_limits_and_stops(
     requests = [Request(p, 12, seed, distribution) for seed, p in enumerate(PROMPTS)]
     samples = engine.generate(requests)
     assert deviation(models[0], requests, samples) < EXACT
+    for name in ("all", "frequency", "choice", "json"):
+        check_turn_settings(engine, models[0], tokenizer, TURN_SETTINGS[name])
     (greedy, free) = engine.generate(
         [Request([7], 3, 0, SamplingDistribution(temperature=0)), Request(PROMPTS[1], 12, 3)]
     )

@@ -131,6 +131,20 @@ def test_a_sample_becomes_a_turn(make_policy: Callable, prompt_rows: Callable) -
 # turns aborted by a pause
 
 
+@pytest.mark.parametrize("settings", [{"structured": {"regex": "[0-9]{8,}"}}, {"presence_penalty": 1.0}], ids=str)
+def test_a_turn_whose_distribution_needs_all_of_it_starts_again(
+    settings: dict, make_policy, random_model, tokenizer, prompt_rows
+) -> None:
+    """An engine would count the part before an abort as the prompt."""
+    with CuttingEngine(random_model, tokenizer, cuts=[[3, None]]) as engine:
+        policy = make_policy(engine, **settings)
+        rows = policy(prompt_rows(*IDS[:2]))
+        assert [len(call) for call in engine.calls] == [2, 1] and engine.calls[1] == engine.calls[0][:1]
+        scored = policy.get_new_version(generate=False, model=engine.model).score(rows)
+    sampled = torch.cat([row[keys.LOG_PROBS][row[keys.ACTION_MASK]] for row in rows.unbind(0)])
+    torch.testing.assert_close(scored.log_probs[scored.actions.mask], sampled, rtol=0, atol=1e-5)
+
+
 def test_a_turn_that_was_cut_off_is_continued(make_policy: Callable, model, tokenizer, prompt_rows: Callable) -> None:
     """It works for turns aborted twice, never, before their first token, and at their limit."""
     engine = CuttingEngine(model, tokenizer, [[3, None, 0, LIMIT], [2, None], [None]])

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from support.checkpoints import save_checkpoint
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import AsyncVLLMEngine, EngineError, TransformersEngine, VLLMEngine
 from torchrl_rloo.engines.vllm_base import VLLMEngineBase
+from torchrl_rloo.modules import vLLMWrapper
 from torchrl_rloo.weight_update import WeightPublisher
 
 CONTEXT = 16_384
@@ -131,5 +136,20 @@ def check_scores(engine: VLLMEngineBase, model: PreTrainedModel) -> None:
             assert found == pytest.approx(expected, abs=1e-5)
     with pytest.raises(EngineError, match="temperature=0.5 must be 1"):
         engine.score(rows, temperature=0.5)
-    with pytest.raises(EngineError, match="a row to score is empty"):
+    with pytest.raises(EngineError, match="empty|at least"):
         engine.score([[]])
+
+
+def check_turn_settings(
+    engine: VLLMEngineBase, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any]
+) -> None:
+    """Check that the ratio is 1 for settings that depend on a turn's tokens, and that the settings have an effect."""
+    policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 20, "seed": 0} | settings)
+    prompts = [torch.tensor([40 + i % 200 for i in range(n)]) for n in (1, 3, 70, 71)]
+    rows = policy(stack_rows([TensorDict({keys.PROMPT_TOKENS: prompt}) for prompt in prompts * 2]))
+    sampled = torch.cat([row[keys.LOG_PROBS][row[keys.ACTION_MASK]] for row in rows.unbind(0)])
+    plain = {"generate_kwargs": {}}
+    for changes, equal in (({}, True), (plain, False)):
+        scored = policy.get_new_version(generate=False, model=model, **changes).score(rows)
+        gap = (scored.log_probs[scored.actions.mask] - sampled).abs().max().item()
+        assert (gap < 1e-5) == equal, f"log-probs differ by {gap}"

@@ -176,6 +176,13 @@ def two_adapters() -> nn.Module:
     return randomize(model)
 
 
+def two_doras() -> nn.Module:
+    model = with_lora(build_model(TOKENIZER, 0), use_dora=True)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
 def another_adapter_idle() -> nn.Module:
     model = two_adapters()
     model.set_adapter("second")
@@ -192,6 +199,8 @@ ADAPTED = {
     "tied_modules_to_save": lambda: with_lora(
         build_model(TOKENIZER, 0), modules_to_save=["embed_tokens"], ensure_weight_tying=True
     ),
+    "dora": lambda: with_lora(build_model(TOKENIZER, 0), use_dora=True),
+    "dora_transposed": lambda: with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True),
     "transposed": lambda: with_lora(gpt2(), target_modules=["c_attn", "c_fc"], fan_in_fan_out=True),
     "experts": lambda: with_lora(qwen3_moe(), target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
     "two_adapters": two_adapters,
@@ -237,7 +246,7 @@ def test_an_adapter_that_is_off_is_not_merged():
 
 
 REFUSED = {
-    "DoraLinearVariant": lambda: with_lora(build_model(TOKENIZER, 0), use_dora=True),
+    "DoraLinearVariant": two_doras,
     "IA3": lambda: peft.get_peft_model(
         build_model(TOKENIZER, 0), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
     ),
@@ -309,7 +318,7 @@ def test_an_engine_loads_what_is_fused_in_training(vllm_engine, log_prob_error: 
     assert log_prob_error(vllm_engine, model) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["plain", "rank_stabilised", "bias", "two_adapters"])
+@pytest.mark.parametrize("name", ["plain", "rank_stabilised", "bias", "two_adapters", "dora"])
 def test_an_engine_with_merged_weights_samples_as_the_adapted_model(
     vllm_engine, log_prob_error: Callable[..., float], name: str
 ):

@@ -145,6 +145,12 @@ class GenerateConfig:
     top_k: Count | None = None  # number of most likely tokens to sample from; null: all
     min_p: Share = 0.0  # smallest probability of a token, relative to the most likely one; 0: any
     repetition_penalty: Positive = 1.0  # penalty of tokens already in the row; 1: none; above 1: less likely
+    presence_penalty: float = 0.0  # subtracted from logits of tokens already in the turn; 0: none
+    frequency_penalty: float = 0.0  # subtracted for each time that a token is already in the turn; 0: none
+    logit_bias: Any = None  # added to the logits of token ids: {13: -1.5}; null: nothing
+    min_new_tokens: Whole = 0  # tokens of a turn before which it cannot end
+    bad_words: list[str] | None = None  # texts that a turn must not have; null: none
+    structured: Any = None  # grammar of a turn: {regex: ...}, json, choice or grammar; null: none
     stop_strings: list[str] | None = None  # texts that end a turn; null: none
     stop_token_ids: list[int] | None = None  # token ids that end a turn; null: none
 

@@ -235,6 +235,18 @@ class Engine(Sampler, WeightTarget):
         self.close()
 
 
+def wait_for_all(started: Iterator[Future[Any]]) -> list[Any]:
+    """Start all work and return its results. If one fails, cancel the others."""
+    futures: list[Future[Any]] = []
+    try:
+        for future in started:
+            futures.append(future)  # noqa: PERF402  those before an error must be cancelled
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
 class AsyncEngine(Engine):
     """Base of engines that accept requests at any time and batch them as they arrive.
 
@@ -269,14 +281,7 @@ class AsyncEngine(Engine):
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         """Submit all requests and wait for their samples. If one fails, cancel the others."""
-        futures: list[Future[Sample]] = []
-        try:
-            for request in requests:
-                futures.append(self.submit(request))
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+        return wait_for_all(self.submit(request) for request in requests)
 
     def _check_entry(self) -> None:
         """Raise an error unless a request may enter.

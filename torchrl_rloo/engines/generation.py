@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrl_rloo.engines.head import Head
+from torchrl_rloo.engines.turn_rules import SampledTurns, TurnRules
 from torchrl_rloo.functional import SamplingDistribution
 from torchrl_rloo.functional.products import fast_layers
-from torchrl_rloo.functional.sampling import Support, draw_tokens, process_logits, sample_tokens
+from torchrl_rloo.functional.sampling import NEVER, Support, draw_tokens, process_logits, sample_tokens
 from torchrl_rloo.images.encoder import PassImages, encoder_of
 
 _MIN_KEPT = 0.75  # share of the lines above which dropping the others costs more than it saves
@@ -43,6 +44,8 @@ class GenerationConfig:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if any(not s for s in self.stop_strings):
             raise ValueError(f"stop_strings={list(self.stop_strings)} must not contain an empty string; remove it")
+        if self.ignore_eos and (self.distribution.min_new_tokens or self.distribution.structured):
+            raise ValueError("ignore_eos=True cannot be combined with min_new_tokens or structured; set it to False")
 
     @classmethod
     def from_kwargs(cls, generate_kwargs: Mapping[str, Any] | None) -> GenerationConfig:
@@ -189,13 +192,14 @@ def _sample_batch(
     active = torch.arange(batch, device=device)  # row of each line of the decoder
     live = torch.ones_like(active, dtype=torch.bool)  # lines whose row is still being sampled
     supports = _SupportRecorder(tokens) if record_support else None
+    turns = SampledTurns(TurnRules(distribution, tokenizer, stop_ids, decoder.logits.shape[1]), batch)
     for step in range(length):
         # Draw a token for every line. Tokens of finished rows are cut off at the end
-        numbers = uniforms[active, step]
+        numbers, state = uniforms[active, step], turns.state(tokens[:, :step], active, live)
         if supports is None:
-            sampled, sampled_log_probs = sample_tokens(decoder.logits, distribution, numbers, decoder.seen)
+            sampled, sampled_log_probs = sample_tokens(decoder.logits, distribution, numbers, decoder.seen, **state)
         else:
-            full = process_logits(decoder.logits, distribution, decoder.seen)
+            full = process_logits(decoder.logits, distribution, decoder.seen, **state)
             sampled, sampled_log_probs = draw_tokens(full, numbers)
             supports.add(active[live], step, full[live])
         tokens[active, step], log_probs[active, step] = sampled, sampled_log_probs
@@ -237,7 +241,7 @@ class _SupportRecorder:
         self.ids: list[torch.Tensor] = []
 
     def add(self, rows: torch.Tensor, step: int, log_probs: torch.Tensor) -> None:
-        kept = ~log_probs.isneginf()
+        kept = log_probs > NEVER / 2
         lines, ids = kept.nonzero(as_tuple=True)
         self.sizes[rows, step] = kept.sum(1, dtype=torch.int32)
         self.rows.append(rows[lines])

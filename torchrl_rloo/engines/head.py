@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.root import call_root, fsdp_dtypes
+from torchrl_rloo.engines.turn_rules import TurnRules, turn_starts
 from torchrl_rloo.functional import SamplingDistribution
 from torchrl_rloo.functional.log_probs import TokenLogProbs, accumulation_dtype, project, token_log_probs
-from torchrl_rloo.functional.sampling import Support, process_logits
+from torchrl_rloo.functional.sampling import Support, count_in_turn, process_logits, unpack_bits
 from torchrl_rloo.images.encoder import ImageEncoder, PassImages
 from torchrl_rloo.weight_update.four_bit import four_bit_layers
 
@@ -253,6 +254,7 @@ def score_positions(
     support: Support | None = None,
     entropy: bool = True,
     top_k: int = 0,
+    rules: TurnRules | None = None,
 ) -> TokenLogProbs:
     """Compute log-probs and entropies of some tokens of a batch. Logits are computed only for these tokens.
 
@@ -268,18 +270,26 @@ def score_positions(
             ``distribution`` would leave now. None uses ``distribution``.
         entropy: whether to compute entropies, which carry a gradient like the log-probs.
         top_k: number of most likely tokens whose ids and log-probs are returned.
+        rules: rules of a turn, which a distribution with ``has_rules`` requires. The positions are then sampled tokens.
 
     Returns:
         Values ``[N]`` of the True positions in row order, in float32 nats.
 
     Raises:
-        ValueError: if the temperature is 0, or if ``hidden`` does not have ``N`` positions.
+        ValueError: if the temperature is 0, ``hidden`` does not have ``N`` positions, or rules are missing or broken.
     """
     if distribution.temperature == 0:
         raise ValueError(
             "temperature=0 is a point distribution, which has no log-probs to train on; set a temperature above 0"
         )
+    if distribution.has_rules and rules is None:
+        raise ValueError("min_new_tokens, bad_words and structured require the rules of a turn; pass rules=")
     targets = tokens[:, 1:][positions[:, 1:]]
+    turns = allowed = None
+    if distribution.counts_tokens or distribution.has_rules:
+        starts = turn_starts(tokens, positions, rules.stop_ids if rules is not None else ())
+        turns = starts if distribution.counts_tokens else None
+        allowed = rules.allowed(targets, starts) if distribution.has_rules else None
     seen = _seen_tokens(model, tokens, positions) if distribution.repetition_penalty != 1 else None
     if hidden is None:
         hidden, _ = predicting_states(model, head, tokens, positions)
@@ -287,13 +297,18 @@ def score_positions(
         raise ValueError(f"hidden has {len(hidden)} states for {len(targets)} scored positions; pass one for each")
     if head is not None:
         kwargs = {"seen": seen, "support": support, "entropy": entropy, "top_k": top_k}
+        kwargs |= {"turns": turns, "allowed": allowed}
         return head.token_log_probs(hidden, targets, distribution=distribution, **kwargs)
 
     # Without a head, normalize full logits
     mask = None
     if support is not None:
         mask = support.mask(slice(0, len(targets)), support.offsets(), hidden.shape[-1])
-    full = process_logits(hidden.to(accumulation_dtype(hidden)), distribution, seen, targets, mask).log_softmax(-1)
+    everything = slice(0, len(targets)), slice(0, hidden.shape[-1])
+    counts = None if turns is None else count_in_turn(targets, turns, *everything)
+    allowed = None if allowed is None else unpack_bits(allowed, everything[1])
+    logits = hidden.to(accumulation_dtype(hidden))
+    full = process_logits(logits, distribution, seen, targets, mask, counts, allowed).log_softmax(-1)
     log_probs = full.gather(-1, targets[:, None])[:, 0]
     top = full.detach().topk(top_k, -1) if top_k else None
     finite = full.masked_fill(full.isneginf(), 0.0) if entropy else None  # 0 * -inf would be NaN
@@ -326,6 +341,8 @@ def sampled_logits(
     """
     positions = torch.ones_like(tokens, dtype=torch.bool)
     positions[:, 0] = False
+    if distribution.counts_tokens or distribution.has_rules:
+        raise NotImplementedError("logits at every position cannot have penalties or rules of a turn; use score()")
     seen = _seen_tokens(model, tokens, positions) if distribution.repetition_penalty != 1 else None
     logits = model(input_ids=tokens, use_cache=False, **kwargs).logits.float()
     flat = process_logits(logits[:, :-1].flatten(0, 1), distribution, seen, tokens[:, 1:].flatten())

@@ -121,9 +121,11 @@ class TransformersEngine(Engine):
                 f"the prompt of request {number} has ids from {min(request.prompt)} to {max(request.prompt)}, but the "
                 f"model has ids from 0 to {self.vocab_size - 1}"
             )
-        if request.stop_strings and self.tokenizer is None:
+        needs = request.stop_strings or request.distribution.bad_words or request.distribution.structured
+        if needs and self.tokenizer is None:
             raise EngineError(
-                f"stop_strings of request {number} require a tokenizer; use TransformersEngine(model, tokenizer)"
+                f"stop_strings, bad_words and structured of request {number} require a tokenizer; use "
+                "TransformersEngine(model, tokenizer)"
             )
 
     def _sample(self, requests: Sequence[Request]) -> list[Sample]:

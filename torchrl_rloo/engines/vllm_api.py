@@ -46,6 +46,7 @@ MIN_TEMPERATURE = 0.01  # vLLM's minimum above 0
 
 _REPLICAS = "data_parallel_size"
 _SET_HERE = {"logprobs_mode", "worker_extension_cls", "weight_transfer_config", "mm_processor_kwargs"}
+_SET_HERE.add("structured_outputs_config")
 _FINISH = {"stop": "stop", "length": "length", "abort": "abort", "error": "abort"}
 
 # Environment variables that vLLM reads at import and when it starts a process. Values that the user set have priority
@@ -128,6 +129,8 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the arguments of a vLLM engine, whose log-probs must be of the sampled distribution."""
     if clash := sorted(_SET_HERE & set(arguments)):
         raise ValueError(f"{clash[0]} is set by the toolkit and cannot be {arguments[clash[0]]!r}; remove it")
+    if arguments.get("enable_return_routed_experts"):
+        raise ValueError("enable_return_routed_experts=True has no effect: no scorer replays these routes; remove it")
     for name, value in arguments.items():
         if name.startswith("data_parallel") and value not in (None, False) and (name, value) != (_REPLICAS, 1):
             raise ValueError(
@@ -139,6 +142,7 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # log-probs of the sampled distribution, not of the plain softmax
         "worker_extension_cls": WORKER,
         "weight_transfer_config": {"backend": BACKEND},
+        "structured_outputs_config": {"backend": "xgrammar"},  # the scorer's
         "mm_processor_kwargs": {"use_fast": False},  # images are read with PIL, as the trainer does
         "mm_processor_cache_gb": 1,  # of images in each of two processes; a group sends its images within seconds
         "disable_log_stats": True,
@@ -157,11 +161,12 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def engine_arguments(model: str | PathLike, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return :func:`complete_arguments` in the form that vLLM's classes take."""
-    from vllm.config import WeightTransferConfig
+    from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 
     plain = complete_arguments(arguments)
     return plain | {
         "model": os.fspath(model),
+        "structured_outputs_config": StructuredOutputsConfig(**plain["structured_outputs_config"]),
         "weight_transfer_config": WeightTransferConfig(**plain["weight_transfer_config"]),
     }
 
@@ -208,6 +213,11 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "top_p": d.top_p,
         "min_p": d.min_p,
         "repetition_penalty": d.repetition_penalty,
+        "presence_penalty": d.presence_penalty,
+        "frequency_penalty": d.frequency_penalty,
+        "min_tokens": min(d.min_new_tokens, request.limit),
+        "bad_words": list(d.bad_words),
+        "structured_outputs": None if d.structured is None else dict([d.structured]),
         "stop_token_ids": list(request.stop_ids),
         "stop": list(request.stop_strings),
         "ignore_eos": True,  # stop_token_ids has all ids that end a turn
@@ -216,29 +226,34 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "spaces_between_special_tokens": False,
         "logprobs": 0,  # return the sampled token's only
         # The scorer's value, whose probability is exactly 0. vLLM adds it before all other steps but the penalty
-        "logit_bias": dict.fromkeys(d.excluded, NEVER) or None,
+        "logit_bias": dict(d.logit_bias) | dict.fromkeys(d.excluded, NEVER) or None,
     }
 
 
-def scoring_arguments(row: Sequence[int], temperature: float) -> dict[str, Any]:
-    """Return arguments of ``SamplingParams`` that score a row as a prompt, which vLLM does at temperature 1 only."""
+def sampling_params(arguments: Mapping[str, Any], **more: Any) -> Any:
+    """Return vLLM's ``SamplingParams`` of :func:`sampling_arguments` or :func:`scoring_arguments`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if (grammar := arguments.get("structured_outputs")) is not None:
+        more["structured_outputs"] = StructuredOutputsParams(**grammar)
+    return SamplingParams(**arguments | more)
+
+
+def scoring_arguments(temperature: float) -> dict[str, Any]:
+    """Return arguments of ``SamplingParams`` that score a prompt, which vLLM does at temperature 1 only."""
     if temperature != 1:
         raise EngineError(
             f"temperature={temperature} must be 1: vLLM returns log-probs of prompts without a temperature; score with "
             "a TransformersEngine"
         )
-    if not row:
-        raise EngineError("a row to score is empty; pass at least one id")
     return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
 
 
 def prompt_scores(row: Sequence[int], entries: Sequence[Mapping[Any, Any] | None]) -> list[float]:
     """Return the log-probs of a row's ids from vLLM's entries by id, of objects or of JSON; 0 for the first."""
-    scores = [0.0]
-    for token, entry in zip(row[1:], entries[1:], strict=True):
-        found = entry[token] if token in entry else entry[str(token)]
-        scores.append(found["logprob"] if isinstance(found, dict) else found.logprob)
-    return scores
+    found = [entry.get(token) or entry[str(token)] for token, entry in zip(row[1:], entries[1:], strict=True)]
+    return [0.0, *(one["logprob"] if isinstance(one, dict) else one.logprob for one in found)]
 
 
 def short_prompt(request: Request) -> list[int]:

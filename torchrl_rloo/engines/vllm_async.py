@@ -31,6 +31,7 @@ from torchrl_rloo.engines.vllm_api import (
     require_vllm,
     sample_from_output,
     sampling_arguments,
+    sampling_params,
     vllm_environment,
 )
 from torchrl_rloo.engines.vllm_base import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
@@ -264,10 +265,9 @@ class Core:
 
     async def complete(self, prompt: dict[str, Any], arguments: dict[str, Any], name: str, adapter: Any) -> Any:
         """Return the finished ``RequestOutput`` of a prompt and of arguments of ``SamplingParams``."""
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = sampling_params(arguments, output_kind=RequestOutputKind.FINAL_ONLY)
         async for output in self.llm.generate(prompt, params, name, lora_request=adapter):
             last = output
         return last

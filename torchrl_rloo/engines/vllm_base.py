@@ -23,6 +23,7 @@ from torchrl_rloo.engines.base import (
     SamplingClock,
     WeightStep,
     check_in_flight,
+    wait_for_all,
 )
 from torchrl_rloo.engines.vllm_api import PAUSE_MODES, scoring_arguments
 from torchrl_rloo.runtime.event_loop import EventLoop
@@ -267,14 +268,8 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         return self._loop.start(self._in_time(lambda: self._sample(request)))
 
     def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        arguments = [scoring_arguments(row, temperature) for row in rows]
-        work = [partial(self._score, *pair) for pair in zip(rows, arguments, strict=True)]
-        futures = [self._loop.start(self._in_time(one)) for one in work]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+        arguments = scoring_arguments(temperature)
+        return wait_for_all(self._loop.start(self._in_time(partial(self._score, row, arguments))) for row in rows)
 
     def check_health(self, timeout: float = 10.0) -> None:
         """Call all workers. During a step of an update, sleep() or wake(), that call's time limit applies instead."""

@@ -31,6 +31,7 @@ from torchrl_rloo.engines.vllm_api import (
     require_vllm,
     sample_from_output,
     sampling_arguments,
+    sampling_params,
     scoring_arguments,
     vllm_environment,
 )
@@ -99,19 +100,17 @@ class VLLMEngine(VLLMEngineBase):
         return [sample_from_output(r, o) for r, o in zip(requests, outputs, strict=True)]
 
     def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        prompts = lambda: [({"prompt_token_ids": list(row)}, scoring_arguments(row, temperature)) for row in rows]  # noqa: E731
+        prompts = lambda: [({"prompt_token_ids": list(row)}, scoring_arguments(temperature)) for row in rows]  # noqa: E731
         return [prompt_scores(row, o.prompt_logprobs) for row, o in zip(rows, self._run(prompts), strict=True)]
 
     def _run(self, make: Callable[[], list[tuple[dict[str, Any], dict[str, Any]]]]) -> list[Any]:
         """Return vLLM's outputs for prompts and the arguments of their sampling parameters."""
-        from vllm import SamplingParams
-
         with self._turn:
             self._wait_until_resumed()
             self._check(ready=True)
             try:
                 made = make()
-                params = [SamplingParams(**arguments) for _, arguments in made]
+                params = [sampling_params(arguments) for _, arguments in made]
                 with preserve_random_states():
                     return self.llm.generate(
                         [prompt for prompt, _ in made], params, use_tqdm=False, lora_request=self._adapter

@@ -14,7 +14,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from torchrl_rloo.functional.products import add_product_, fast_product, has_fast_product
-from torchrl_rloo.functional.sampling import SamplingDistribution, Support, exclude_, process_logits
+from torchrl_rloo.functional.sampling import (
+    SamplingDistribution,
+    Support,
+    count_in_turn,
+    exclude_,
+    process_logits,
+    unpack_bits,
+)
 
 TILE_ELEMENTS = 2**21  # logits per tile: 8 MiB in float32; 2**22 is no faster on CPU cores
 TILE_ROWS = 2048  # positions per tile of a large vocabulary, so that few large products read the projection
@@ -55,6 +62,8 @@ def token_log_probs(
     top_k: int = 0,
     support: Support | None = None,
     low_rank: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    turns: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
 ) -> TokenLogProbs:
     """Compute log-probs of target tokens and entropies, one tile of positions and vocabulary at a time.
 
@@ -83,6 +92,9 @@ def token_log_probs(
             normalized over these tokens, and the truncation of ``distribution`` is ignored.
         low_rank: pairs ``[N, r]``, ``[V, r]`` whose products are added to ``hidden @ weight.T``, for adapters of the
             projection (Hu et al. 2021, arXiv 2106.09685).
+        turns: ``[N]`` int64, index of the target with which the turn of each target begins; required by presence and
+            frequency penalties.
+        allowed: ``[N, ceil(V / 32)]`` int32, a bit for each id that the rules of the turn allow. None allows all.
 
     Returns:
         Log-probs, entropies and the most likely tokens; see :class:`TokenLogProbs`.
@@ -103,7 +115,7 @@ def token_log_probs(
     # Keep the logits for the backward pass where they need no more memory than the gradient of the weight
     keep = hidden.device.type == "cpu" and len(hidden) <= hidden.shape[1] and weight.requires_grad
     keep = keep and torch.is_grad_enabled() and softcap is None and distribution.repetition_penalty == 1
-    settings = _HeadSettings(distribution, softcap, scale, entropy, top_k, keep)
+    settings = _HeadSettings(distribution, softcap, scale, entropy, top_k, keep, turns, allowed)
     with torch.autocast(hidden.device.type, enabled=False):
         return TokenLogProbs(*_TokenLogProbs.apply(settings, targets, seen, *(support or (None, None)), bias, *factors))
 
@@ -124,6 +136,8 @@ class _HeadSettings(NamedTuple):
     entropy: bool
     top_k: int
     keep: bool  # the processed logits, for the backward pass
+    turns: torch.Tensor | None
+    allowed: torch.Tensor | None
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -225,14 +239,29 @@ class _Tiles:
     def process(self, raw: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
         """Return the logits of the scored distribution; overwrites ``raw`` where it can."""
         distribution = self.settings.distribution
-        if not self.masked and distribution.repetition_penalty == 1:
+        turns, allowed = self.settings.turns, self.settings.allowed
+        depends = distribution.repetition_penalty != 1 or distribution.logit_bias or turns is not None
+        if not self.masked and not depends and allowed is None:
             scaled = raw if distribution.temperature == 1 else raw.div_(distribution.temperature)
             return exclude_(scaled, distribution.excluded, columns.start) if distribution.excluded else scaled
         if distribution.excluded:
             distribution = replace(distribution, excluded=tuple(i - columns.start for i in distribution.excluded))
+        if distribution.logit_bias:
+            bias = tuple(
+                (i - columns.start, b) for i, b in distribution.logit_bias if columns.start <= i < columns.stop
+            )
+            distribution = replace(distribution, logit_bias=bias)
         seen = None if self.seen is None else self.seen[rows, columns]
         support = None if self.support is None else self.support.mask(rows, self.offsets, self.vocab_size)
-        return process_logits(raw, distribution, seen, self.targets[rows] if self.masked else None, support)
+        return process_logits(
+            raw,
+            distribution,
+            seen,
+            self.targets[rows] if self.masked else None,
+            support,
+            None if turns is None else count_in_turn(self.targets, turns, rows, columns),
+            None if allowed is None else unpack_bits(allowed[rows], columns),
+        )
 
     def locate_targets(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[n, 1]`` whether the tile contains each target, and its column, clamped to the tile.

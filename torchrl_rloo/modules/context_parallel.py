@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from torchrl_rloo.engines.turn_rules import TurnRules
 from torchrl_rloo.functional.sampling import Support
 from torchrl_rloo.runtime.ranks import Ranks
 
@@ -120,11 +121,15 @@ def context_group(decoder: nn.Module) -> ContextGroup | None:
     return None if group is None or group.size == 1 else group
 
 
-def owned_inputs(positions: torch.Tensor, owned: torch.Tensor, support: Support | None) -> dict[str, Any]:
+def owned_inputs(
+    positions: torch.Tensor, owned: torch.Tensor, support: Support | None, rules: TurnRules | None
+) -> dict[str, Any]:
     """Return the positions and supports of the action tokens that this rank scores.
 
     Shapes: ``positions [B, T]``, ``owned [N]``.
     """
+    if rules is not None:
+        raise ValueError("context_parallel splits turns, on which settings of generate_kwargs depend; set it to 1")
     if support is not None:
         of_token = owned.repeat_interleave(support.sizes.long())
         support = Support(support.ids[of_token], support.sizes[owned])

@@ -56,7 +56,6 @@ from torchrl_rloo.modules.turns import (
     ScoredActions,
     TurnPolicy,
     actions_before,
-    batch_support,
     check_has_router,
     load_balancing_loss,
 )
@@ -353,7 +352,7 @@ class TransformersWrapper(TurnPolicy):
         # Apply the head only to the states that predict action tokens
         head = self._current_head()
         (states, owned), router = self._hidden_states(head, rows, actions, router_loss)
-        inputs = {"positions": actions.action_mask, "support": batch_support(rows, actions)}
+        inputs = self._score_inputs(rows, actions, self.model)
         if owned is not None:
             inputs = owned_inputs(**inputs, owned=owned)
         scored = score_positions(

@@ -21,6 +21,7 @@ from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.rows import ActionTokens, entry_of, make_tensorclass, set_entries, stack_rows, to_lazy_stack
 from torchrl_rloo.data.templates import decode_response, encode_prompt, from_history, to_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig
+from torchrl_rloo.engines.turn_rules import TurnRules, check_rules
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support
 from torchrl_rloo.images.encoder import encoder_of
 from torchrl_rloo.images.parts import join_contents
@@ -68,6 +69,7 @@ class TurnPolicy(LLMWrapperBase):
         if self.images is not None:
             excluded = tuple(sorted({*self.config.distribution.excluded, *self.images.excluded}))
             self.config = replace(self.config, distribution=replace(self.config.distribution, excluded=excluded))
+        check_rules(self.config.distribution, tokenizer)
         # Turns end with the tokenizer's ids, unless ignored, and with those of the settings
         end_ids = () if self.config.ignore_eos else stop_ids
         self.end_ids = tuple(sorted(set(end_ids)))
@@ -86,6 +88,16 @@ class TurnPolicy(LLMWrapperBase):
     def distribution(self) -> SamplingDistribution:
         """Sampled distribution, which log-probs refer to."""
         return self.config.distribution
+
+    def _score_inputs(
+        self, rows: TensorDictBase, actions: ActionTokens, model: torch.nn.Module
+    ) -> dict[str, torch.Tensor | Support | TurnRules | None]:
+        """Return the positions of action tokens, and what their distribution takes from the rows."""
+        d, rules = self.distribution, None
+        if d.counts_tokens or d.has_rules:
+            vocab_size = model.get_output_embeddings().weight.shape[0]
+            rules = TurnRules(d, self.tokenizer, self.stop_ids, vocab_size)
+        return {"positions": actions.action_mask, "support": batch_support(rows, actions), "rules": rules}
 
     def sampler_state(self) -> dict[str, torch.Tensor]:
         """Return the state of the policy's random stream; empty if it uses torch's global generator."""

@@ -185,7 +185,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         self._newest_version = newest = max(self._newest_version, self.engine.version)
         vocab_size = self.engine.vocab_size or len(self.tokenizer)
         rest = check_sample(answer, request, vocab_size=vocab_size, version=newest)
-        if first is None:
+        if first is None or _is_sampled_at_once(request):
             return rest
         tokens, log_probs = first.tokens + rest.tokens, first.log_probs + rest.log_probs
         sample = Sample(tokens, log_probs, rest.finish, first.versions + rest.versions)
@@ -225,9 +225,14 @@ def _is_aborted(request: Request, sample: Sample) -> bool:
     return sample.finish == "abort" and len(sample.tokens) < request.limit
 
 
+def _is_sampled_at_once(request: Request) -> bool:
+    """Return whether an aborted turn starts again, since an engine would count its first part as the prompt."""
+    return request.distribution.counts_tokens or request.distribution.has_rules
+
+
 def _remaining_request(request: Request, sample: Sample | None) -> Request:
     """Return the request for the rest of a turn."""
-    if sample is None or not (done := len(sample.tokens)):
+    if sample is None or not (done := len(sample.tokens)) or _is_sampled_at_once(request):
         return request
     return replace(
         request,

@@ -199,7 +199,10 @@ def _plain_adapter(model: Any) -> str:
             "the engines would differ; use WeightPublisher to send merged weights"
         )
     if unsupported:
-        raise ValueError(f"adapter {active[0]!r} has {unsupported}, which engines do not support; remove it")
+        raise ValueError(
+            f"adapter {active[0]!r} has {unsupported}, which engines cannot add to their weights; remove it, "
+            "or send merged weights with WeightPublisher, as inference=vllm does"
+        )
     if others := [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]:
         raise ValueError(
             f"{others[0]} is trained but is not part of the adapter, so engines would never receive it; freeze it"

@@ -58,8 +58,9 @@ class WeightSource:
         for_engines: False includes frozen vision towers, and uses the names of the model's ``state_dict``.
 
     Raises:
-        ValueError: if merged weights cannot represent an adapter: it is not plain LoRA (DoRA, IA3, prompts, ...), or it
-            adapts only one of two tied weights. Its base layer may have 4 bits, but no other quantization.
+        ValueError: if merged weights cannot represent an adapter: it is neither LoRA nor one DoRA (IA3, prompts,
+            ...), or it adapts only one of two tied weights. The base layer of LoRA may have 4 bits, but no other
+            quantization.
             Also if ``dtype`` is not floating-point, ``convert`` returns a name twice, or the model is sharded with
             ``FullyShardedDataParallel``.
 
@@ -180,6 +181,8 @@ class WeightSource:
         return torch.empty(shape, dtype=self._dtype_of(part), device="meta")
 
     def _value(self, part: _Part) -> torch.Tensor:
+        if len(part.layers) == 1 and part.attribute == "weight" and (found := _dora_weight(part.layers[0])) is not None:
+            return found.to(self._dtype_of(part))
         value = part.tensor.detach()
         value = dequantize(part.module, *gather([value], None)) if part.is_four_bit else value
         for layer in part.layers:
@@ -374,6 +377,23 @@ def _active_adapters(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.scaling]
 
 
+def _dora_adapter(layer: Any) -> str | None:
+    """Return the adapter of a linear layer that trains magnitude and direction (Liu et al. 2024, arXiv 2402.09353)."""
+    active = _active_adapters(layer)
+    is_dora = len(active) == 1 and type(layer.lora_variant.get(active[0])).__name__ == "DoraLinearVariant"
+    return active[0] if is_dora and not is_four_bit(layer.base_layer) else None
+
+
+def _dora_weight(layer: Any) -> torch.Tensor | None:
+    """Return the merged weight ``m * (W + BA) / ||W + BA||`` of a DoRA layer; None for others."""
+    if (adapter := _dora_adapter(layer)) is None:
+        return None
+    direction = layer.get_base_layer().weight + layer.get_delta_weight(adapter)
+    dim = 0 if layer.fan_in_fan_out else 1
+    scale = layer.lora_magnitude_vector[adapter].weight / torch.linalg.norm(direction, dim=dim)
+    return direction * scale.unsqueeze(dim)
+
+
 def _is_adapted(layer: Any, attribute: str) -> bool:
     """Return whether a LoRA layer changes this tensor of its base layer."""
     if attribute == getattr(layer, "parameter_name", "weight"):
@@ -400,7 +420,7 @@ def _check_layer(layer: Any, prefix: str) -> None:
         )
     # Refuse adapters whose effect is not a change of existing tensors
     for adapter in _active_adapters(layer):
-        if adapter in layer.lora_variant:
+        if adapter in layer.lora_variant and _dora_adapter(layer) is None:
             kind = type(layer.lora_variant[adapter]).__name__
             raise ValueError(
                 f"adapter {adapter!r} of {name} is a {kind} and cannot be merged exactly; train plain LoRA"
