@@ -44,7 +44,8 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.data.templates import from_history, to_history
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, text
+from torchrl_rloo.envs.tasks.registry import load_task
 from torchrl_rloo.envs.transforms import (
     AddThinkingPrompt,
     BrowserTransform,
@@ -592,6 +593,15 @@ def test_the_page_has_these_rows_and_no_others() -> None:
     cells = re.findall(r"^\| `([^|]+?)`([^|]*?) \| (works|refused) \|", PAGE.read_text(), re.MULTILINE)
     claimed = {name + rest.replace("`", ""): verdict for name, rest, verdict in cells}
     assert claimed == {name: "works" if row.error is None else "refused" for name, row in ROWS.items()}
+
+
+def test_environments_of_datasets_have_the_tasks_of_the_page() -> None:
+    section = PAGE.read_text().partition("## Environments of datasets")[2]
+    rows = re.findall(r"^\| (`\w+Env`.*?) \| `task=(\w+)`", section, re.MULTILINE)
+    assert len(rows) == 4
+    for names, task in rows:
+        assert all(hasattr(their_envs, name) for name in re.findall(r"\w+", names)) and load_task(task).name == task
+    assert hasattr(their_envs, "make_mlgym") and hasattr(text, "MLGymWrapper")
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments

@@ -27,6 +27,7 @@ from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv, RowStepper
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.parsers import RegexParser, ToolCall
+from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, ToolHostError, ToolRegistry, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
@@ -749,3 +750,20 @@ def test_closing_the_environment_closes_what_is_open(world: Callable) -> None:
 def test_bad_settings_are_refused(kwargs: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ToolTransform(**{"tools": [echo], **kwargs})
+
+
+def test_a_tool_among_the_transforms_gets_its_own(tokenizer) -> None:
+    prompts = load_prompts([{"query": [{"role": "user", "content": "1+1?"}]}])
+    settings = {"prompts_per_batch": 1, "transforms": [calculator, PythonInterpreter()]}
+    _, first, second = DatasetChatEnv(prompts, tokenizer, **settings).transform
+    assert [*first.tools] == ["calculator"] and first.result_role == "tool" and first.show_schemas
+    assert [*second.tools] == ["python"] and second.result_role == "user" and not second.show_schemas
+    assert second.parser("```python\n1\n```") == [ToolCall("python", {"code": "1\n"})]
+
+
+def test_a_transform_that_would_answer_after_the_rewards_is_refused(tokenizer) -> None:
+    prompts = load_prompts([{"query": [{"role": "user", "content": "1+1?"}]}])
+    env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=1, rewards=lambda completions, **kwargs: [0.0])
+    env.append_transform(calculator)
+    with pytest.raises(ValueError, match=r"\['ToolTransform'\] would answer turns after their rewards"):
+        RowStepper(env)

@@ -77,9 +77,7 @@ class ModelConfig:
     name: str = "embedded"  # hub id, directory, GGUF file or gemma-3-270m; embedded: the built-in model
     dtype: DType = "float32"  # data type of the weights; bfloat16 is for lora, whose adapter is trained in float32
     device: str = "cpu"  # device of the trained model: cpu or cuda
-    chat_template: str | None = (
-        None  # .jinja file, tokenizer directory, template or name (chatml, qwen, ...); null: the tokenizer's own
-    )
+    chat_template: str | None = None  # .jinja file, directory, text or name (chatml, qwen); null: the tokenizer's own
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     train_vision: bool = False  # also train the vision tower of a vision-language model, and send it to engines
     quantization: Annotated[str, OneOf("nf4")] | None = None  # frozen weights under lora: nf4 (QLoRA); null: in dtype

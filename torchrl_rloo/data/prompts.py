@@ -205,7 +205,8 @@ def load_prompts(
         split: split of a hub dataset or ``DatasetDict``. None takes the only one.
         name: configuration of a hub dataset.
         row_map: function from a source row to a row, for example to extract an answer from a text, or its dotted path.
-            It sees images of a ``datasets.Dataset`` as mappings with ``bytes`` or ``path``.
+            One of the first argument ``cfg`` is a transform of axolotl, and gets None for it. Images of a
+            ``datasets.Dataset`` are mappings with ``bytes`` or ``path``.
         prompt_column: column of prompts, text or messages, after ``column_map``. None finds one of ``PROMPT_COLUMNS``.
         column_map: new names of columns, ``{name in the source: name in the rows}``.
         columns: other columns to keep, as named after ``column_map``. None keeps all.
@@ -356,6 +357,10 @@ def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> 
 
 
 def _mapped(located: Located, row_map: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Located:
+    # A transform of axolotl takes its settings, and returns the function of a row with options of datasets.map
+    code = getattr(row_map, "__code__", None)
+    if code is not None and code.co_varnames[: code.co_argcount][:1] == ("cfg",):
+        row_map = row_map(None)[0]
     for where, row in located:
         try:
             yield where, row_map(row)

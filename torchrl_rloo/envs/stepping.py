@@ -101,8 +101,9 @@ class RowStepper:
         player: transform with a ``play(row, sample)`` that takes all turns of a conversation; None if there is none.
 
     Raises:
-        ValueError: if a transform changes the environment's input, which is only defined for whole batches. Also if
-            another transform would act on the turns of a ``player``, or its ``input_mode`` is not ``"tokens"``.
+        ValueError: if a transform changes the environment's input, which is only defined for whole batches. Also if a
+            :class:`TurnTransform` comes after the rewards, another transform would act on the turns of a ``player``, or
+            its ``input_mode`` is not ``"tokens"``.
 
     Example::
 
@@ -132,6 +133,9 @@ class RowStepper:
         self._each_turn_transforms = [t for t in self.outcome_transforms if not getattr(t, "scores_outcomes", False)]
         later = [t for t in self.outcome_transforms if isinstance(t, TurnTransform)]
         self.player = _select_player([*self.turn_transforms, *later], self.base)
+        scored = [getattr(t, "scores_outcomes", False) for t in self.outcome_transforms]
+        if late := [type(t).__name__ for i, t in enumerate(self.outcome_transforms) if t in later and any(scored[:i])]:
+            raise ValueError(f"{late} would answer turns after their rewards; pass DatasetChatEnv(transforms=...)")
         self._stateful = _select_stateful(transforms)
         self.keeps_state = bool(self._stateful)
         self.opens_slowly = not isinstance(self.base, ChatEnv) or any(map(_opens_slowly, transforms))

@@ -22,7 +22,7 @@ class Theirs(NamedTuple):
 
 _LINE_END = "\n"
 _FIXED_KEY = "leave it out: torchrl_rloo.data.keys fixes the names of entries"
-_OWN_TEMPLATE = "set tokenizer.chat_template, or model.chat_template of a recipe"
+_OWN_TEMPLATE = "pass it, or its name, as chat_template of load_model, or as model.chat_template of a recipe"
 _ON_CPU = "leave it out: rows lie on the CPU, and the policy moves them to its model"
 _ROLES = "leave it out: messages name their roles"
 _LOADED = "pass load_prompts(rows or hub id), which draws and groups prompts"
