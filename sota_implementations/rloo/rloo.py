@@ -165,7 +165,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             transforms=make_transforms(),
             rewards=rewards,
             after_rewards=cfg.reward.make_after(rewards) + scored,
-            sampler=cfg.curriculum.make_sampler(task, train_set, rewards, plan.prompts_per_step),
+            sampler=cfg.curriculum.make_sampler(task, train_set, rewards, plan.prompts_per_step, plan.steps),
             seed=cfg.seed,
             **chat,
             **template,

@@ -12,6 +12,7 @@ from torchrl_rloo.cli.fields import (
     DType,
     OneOf,
     Positive,
+    Share,
     Whole,
     non_null_fields,
     parse_section,
@@ -182,6 +183,8 @@ class RerollsConfig:
     delay: int | None = None  # draws until the first re-roll; null: those of ten steps
     growth: float | None = None  # factor of the delay from one re-roll to the next
     max_share: float | None = None  # largest share of the draws
+    max_groups: Count | None = None  # largest number in a rollout batch, at most half of it; null: max_share
+    start_fraction: Share | None = None  # share of plan.steps before the first re-roll; null: 0
     max_tries: int | None = None  # re-rolls per prompt
     threshold: float | None = None  # largest return of an unsolved prompt
 
@@ -218,11 +221,14 @@ class CurriculumConfig:
         self.rerolls = parse_section(RerollsConfig, self.rerolls, "curriculum.rerolls")
         self.refill = parse_section(RefillConfig, self.refill, "curriculum.refill")
         self.cache = parse_section(CacheConfig, self.cache, "curriculum.cache")
+        rerolls = self.rerolls
+        if rerolls is not None and None not in (rerolls.max_groups, rerolls.max_share):
+            raise ValueError("curriculum.rerolls.max_groups cannot be combined with max_share; set one of them")
         if self.cache is not None and self.refill is None:
             raise ValueError("curriculum.cache requires curriculum.refill; set curriculum.refill={}")
 
     def make_sampler(
-        self, task: TaskBase, prompts: PromptDataset, rewards: RewardTransform, prompts_per_step: int
+        self, task: TaskBase, prompts: PromptDataset, rewards: RewardTransform, prompts_per_step: int, steps: int
     ) -> PromptSampler | None:
         """Build the prompt sampler: shuffled epochs (None), shares of a mixture, or by pass rate."""
         from torchrl_rloo.data import DeferredRerolls, MixtureSampler, PassRatePool
@@ -234,7 +240,11 @@ class CurriculumConfig:
                 raise ValueError("curriculum.pass_rate cannot be combined with a mixture's weights; set it to null")
             sampler = PassRatePool(size, returns=returns, **non_null_fields(self.pass_rate))
         if self.rerolls is not None:
-            settings = {"delay": 10 * prompts_per_step} | non_null_fields(self.rerolls)
+            settings = {"delay": 10 * prompts_per_step} | non_null_fields(self.rerolls, "max_groups", "start_fraction")
+            if self.rerolls.max_groups is not None:
+                settings["max_share"] = self.rerolls.max_groups / prompts_per_step
+            if self.rerolls.start_fraction is not None:
+                settings["start"] = round(self.rerolls.start_fraction * steps * prompts_per_step)
             sampler = DeferredRerolls(sampler or MixtureSampler([size]), returns=returns, **settings)
         return sampler
 
