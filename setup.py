@@ -85,6 +85,7 @@ EXTRAS["test"] = [
     "pytest-xdist>=3.8,<4",  # runs two groups of tests at a time
     "hypothesis>=6.150,<7",  # property tests
     "ruff==0.17.6",  # exact version, since others format and lint differently
+    "optuna>=5,<6",  # the page about searches runs; 4 MB with what it requires
     "trl>=1.16,<1.17",  # settings for the table that translates them; baseline of benchmarks/, so one minor version
 ]
 EXTRAS["dev"] = [*EXTRAS["test"], "pre-commit>=4,<5"]

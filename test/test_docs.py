@@ -90,7 +90,8 @@ def test_each_block_runs_in_a_test_or_is_marked_as_output(page: Path):
     assert {n for n in names if not n.startswith("{")} <= {"python", "bash"} | OUTPUT
 
 
-WITHOUT_CONTEXT = {"README.md", "docs/how-to/images.md", "docs/how-to/vllm.md"}  # run by test_tutorials.py
+# Run by test_tutorials.py
+WITHOUT_CONTEXT = {"README.md", *(f"docs/how-to/{name}.md" for name in ("images", "search", "vllm"))}
 _PARTS = """
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
@@ -245,6 +246,7 @@ CONTEXTS = {  # what a setting requires, by the start of its name; the first tha
     "inference.sleep": ["inference=vllm_colocated"],
     "inference.": ["inference=vllm"],
     "kl.": ["kl.coeff=0.1"],
+    "plan.epochs": [],  # in place of plan.steps
     "task.mixture": ["task=mixture"],
     "train.": [],  # without an engine, which cannot be combined with all of them
     "": [],

@@ -84,6 +84,17 @@ def test_the_tool_environment_learns_to_call(run, tmp_path):
     assert calls[0] < 0.5 < 0.6 < calls[-1]
 
 
+def test_the_search_finds_settings(fork_server, warm_model, tmp_path):
+    pytest.importorskip("optuna")
+    page = TUTORIALS.parent / "docs" / "how-to" / "search.md"
+    (source,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    tiny = f'"plan.steps=1", "plan.prompts_per_step=2", "data.eval_size=4", "model.name={warm_model()}"'
+    (tmp_path / "search.py").write_text(replaced(source, ('"plan.steps=5"', tiny), ("n_trials=4", "n_trials=1")))
+    done = fork_server.run(tmp_path / "search.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"\{'lr': [\d.e-]+, 'generations': [48]\} [\d.]+$", done.stdout.strip())
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_notebook_has_cells(name):
     """In jupytext's percent format: a title first, cells of text that are comments, cells of code that compile."""

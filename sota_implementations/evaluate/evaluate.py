@@ -78,6 +78,8 @@ class Config:
     unused: ClassVar = (
         "model.gradient_checkpointing",
         "model.train_vision",
+        "data.shuffle",
+        "data.streaming",
         "inference.updater",
         "inference.self_test",
     )
@@ -233,7 +235,7 @@ def held_out_prompts(cfg: Config, task: TaskBase, tokenizer: object) -> PromptDa
     """Load the prompts that training with these settings holds out, or only ``eval_source``."""
     if cfg.data.eval_source is None or cfg.data.source is not None:
         return cfg.data.load(task, tokenizer, cfg.seed)[1]
-    options = non_null_fields(cfg.data, "eval_source", "eval_split", "examples")
+    options = non_null_fields(cfg.data, "eval_source", "eval_split", "examples", "shuffle", "streaming")
     options |= {"split": cfg.data.eval_split} if cfg.data.eval_split else {}
     if cfg.data.examples:  # they are the first prompts of the source
         options |= {"chat": False, "eval_size": cfg.data.eval_size + cfg.data.examples}

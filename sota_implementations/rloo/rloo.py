@@ -167,7 +167,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             transforms=make_transforms(),
             rewards=rewards,
             after_rewards=cfg.reward.make_after(rewards, per_token=advantage.credit.per_token) + scored,
-            sampler=cfg.curriculum.make_sampler(task, train_set, rewards, plan.prompts_per_step, plan.num_generations),
+            sampler=cfg.curriculum.make_sampler(task, train_set, rewards, plan),
             greedy_member=getattr(advantage.estimator, "wants_greedy", False),
             demonstrations=cfg.curriculum.demonstrations,
             seed=cfg.seed,

@@ -115,8 +115,8 @@ def run(tmp_path: Path) -> Path:
     defaults = {"algorithm": "rloo_trl", "seed": 0, "output_dir": "", "model": {"name": "embedded", "dtype": "float32"}}
     defaults |= {"data": {"source": None}, "task": {"name": "addition"}, "reward": {"functions": None}}
     model_settings = {"name": "me/base", "dtype": "float32", "kwargs": {"token": TOKEN}}
-    own = {"model": model_settings, "task": {"name": "gsm8k"}, "reward": {"functions": ["/home/me/judge|fast"]}}
-    settings = {**defaults, **own, "algorithm": "dapo", "output_dir": "/home/me/run"}
+    own = {"model": model_settings, "task": {"name": "gsm8k"}, "reward": {"functions": ["/srv/me/judge|fast"]}}
+    settings = {**defaults, **own, "algorithm": "dapo", "output_dir": "/srv/me/run"}
     (run / "settings.json").write_text(json.dumps(settings))
     write_model_card(
         run / "model",
@@ -151,7 +151,7 @@ def test_the_card_states_what_the_run_recorded(run: Path):
         r"| `reward.functions` | `['judge\|fast']` |",
     ):
         assert line in body, line
-    for secret in (TOKEN, "/home/me", "output_dir", "nan", "`seed`"):
+    for secret in (TOKEN, "/srv/me", "output_dir", "nan", "`seed`"):
         assert secret not in text, secret
 
 

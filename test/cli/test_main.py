@@ -141,6 +141,16 @@ def test_serve_becomes_the_servers_process(capsys, monkeypatch):
     assert "inference.engine.url=http://127.0.0.1:8001" in capsys.readouterr().out
 
 
+def test_serve_takes_the_settings_of_a_run():
+    given = ["inference=vllm_server", "inference.engine.url=http://10.0.0.7:8011", "model.name=my/model"]
+    expected = {"model": "my/model", "dtype": "float32", "host": "10.0.0.7", "port": 8011}
+    assert cli.served_settings("rloo", given) == expected
+    lora = ["lora={r:2}", "model.dtype=bfloat16", "data.max_prompt_length=100", "generate.max_new_tokens=28"]
+    assert cli.served_settings("rloo", [*given, *lora]) == expected | {"dtype": "bfloat16", "max_model_len": 128}
+    tools = ["data.max_prompt_length=100", "environment.max_tokens=90"]
+    assert cli.served_settings("rloo_tools", [*given[:2], *tools])["max_model_len"] == 90
+
+
 def test_serve_names_the_extra_without_vllm(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = outcome(capsys, "serve", "my/model")

@@ -312,6 +312,23 @@ def shouted(row):
     return {"prompt": row["prompt"].upper()}
 
 
+def axolotl_transform(cfg, *args, **kwargs):
+    def transform(example, tokenizer=None):
+        return {
+            "prompt": [{"role": "user", "content": example["question"]}],
+            "answer": example["answer"].split("#")[-1],
+        }
+
+    return transform, {"remove_columns": ["question"]}
+
+
+def test_a_transform_of_axolotl_is_taken_as_it_is():
+    row = {"question": "1+1?", "answer": "two # 2", "source": "me"}
+    (read,) = load_prompts([row], row_map=axolotl_transform)
+    query = [{"role": "user", "content": "1+1?"}]
+    assert read == {"query": query, "answer": " 2", "source": "me"}
+
+
 def test_a_row_map_by_its_path():
     assert load_prompts(ROWS, row_map=f"{__name__}.shouted").rows == load_prompts(ROWS, row_map=shouted).rows
     assert load_prompts(ROWS, row_map=shouted)[0]["query"] == "WHAT IS 1+1?"

@@ -321,6 +321,12 @@ def test_a_failed_prompt_comes_after_growing_delays_and_is_given_up() -> None:
     assert 7 in rerolls_draws(rerolls, 4), "after a success it may be queued again"
 
 
+def test_rerolls_begin_after_the_start():
+    rerolls = DeferredRerolls(Counting(), delay=1, start=6)
+    rerolls.update(outcome((0, 7, FAILED)))
+    assert rerolls_draws(rerolls, 8) == [100, 101, 102, 103, 104, 105, 7, 106]
+
+
 def test_a_prompt_that_is_solved_meanwhile_leaves_the_queue() -> None:
     rerolls = DeferredRerolls(Counting(), delay=1)
     rerolls.update(outcome((0, 7, FAILED), (1, 8, FAILED)))

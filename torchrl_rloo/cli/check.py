@@ -155,7 +155,7 @@ def gather_facts(
 
     # Score constructed completions, and completions of the start model
     tokenizer = policy.tokenizer
-    train = train_set.for_tokenizer(tokenizer)
+    train = train_set.beginning.for_tokenizer(tokenizer)
     scoring = {"weights": rewards.weights, "clip_range": rewards.clip_range, "executor": rewards.executor}
     group, sampled = min(max(plan.num_generations, LEAST_SAMPLES), MOST_SAMPLES), {}
     if cfg.generate.temperature > 0:

@@ -55,5 +55,7 @@ EXAMPLES = {
     "serve": """
   torchrl-rloo serve my/model --dtype bfloat16
   torchrl-rloo serve my/model --port 8001 --tensor-parallel-size 2 -- --max-model-len 4096
-  torchrl-rloo run rloo model.name=my/model inference=vllm_server""",
+  torchrl-rloo run rloo model.name=my/model inference=vllm_server
+  torchrl-rloo serve mine.py                             serve the model of mine.yaml, with its dtype and length
+  torchrl-rloo serve rloo task=gsm8k model.name=my/model data.max_prompt_length=512 inference=vllm_server""",
 }

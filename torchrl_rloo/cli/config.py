@@ -113,17 +113,29 @@ class DataConfig:
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the template: {enable_thinking: false}
     max_prompt_length: Count | None = None  # drop prompts longer than this, in tokens; null: keep all
     limit: Count | None = None  # number of rows of source to read; null: all
+    shuffle: bool = True  # draw each epoch in a new random order; false: in the order of source
+    streaming: Count | None = None  # read rows as they are drawn, and shuffle among this many; null: read all at once
 
     def __post_init__(self):
         check_path("data.source", self.source or "")
         check_path("data.eval_source", self.eval_source or "")
+        if self.streaming is not None:
+            stream = f"data.streaming={self.streaming}"
+            if self.max_prompt_length is None:
+                raise ValueError(f"{stream} requires data.max_prompt_length, since no one knows the longest; set it")
+            if self.examples:
+                raise ValueError(f"{stream} cannot be combined with data.examples={self.examples}; set it to 0")
+            if not self.shuffle:
+                raise ValueError(f"{stream} shuffles, unlike data.shuffle=false; set data.streaming=1 alone")
 
     def load(
         self, task: TaskBase, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> tuple[PromptDataset, PromptDataset]:
         """Load the prompts to train on, and the held-out ones."""
-        options = non_null_fields(self, "examples") | ({"chat": False} if self.examples else {})
-        return self.show_examples(tokenizer, *task.load(**options, seed=seed, tokenizer=tokenizer))
+        options = non_null_fields(self, "examples", "shuffle") | ({"chat": False} if self.examples else {})
+        train, held_out = self.show_examples(tokenizer, *task.load(**options, seed=seed, tokenizer=tokenizer))
+        train.in_order = not self.shuffle
+        return train, held_out
 
     def show_examples(self, tokenizer: PreTrainedTokenizerBase, *prompts: PromptDataset) -> Sequence[PromptDataset]:
         """Show the first text prompts, with their answers, before the others, and in chats as one user message."""

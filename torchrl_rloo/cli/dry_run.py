@@ -77,7 +77,7 @@ def make_settings(cfg: Any, folder: Path) -> Any:
         "lora": cfg.lora and {n: v for n, v in cfg.lora.items() if n != "adapter"} | {"target_modules": "all-linear"},
         "model": replace(cfg.model, **model, quantization_kwargs={}),
         "train": replace(train, **offload, tensor_parallel=1, context_parallel=1),
-        "plan": replace(plan, steps=1, prompts_per_step=_prompts(cfg)),
+        "plan": replace(plan, steps=1, epochs=None, prompts_per_step=_prompts(cfg)),
         "data": replace(cfg.data, limit=min(cfg.data.limit or ROWS, ROWS), eval_size=min(cfg.data.eval_size, HELD_OUT)),
         "schedule": replace(cfg.schedule, warmup_steps=None),
         "sampler": replace(cfg.sampler, offload=False),

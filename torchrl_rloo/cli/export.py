@@ -67,13 +67,10 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    hub = HfApi()
+    upload = {"repo_id": repository, "folder_path": folder, "commit_message": "Add the trained model"}
     try:
-        hub.create_repo(repository, private=private, exist_ok=True)
-        return str(
-            hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add the trained model").repo_url
-        )
+        HfApi().create_repo(repository, private=private, exist_ok=True)
+        return str(HfApi().upload_folder(**upload).repo_url)
     except HfHubHTTPError as error:
-        raise OSError(
-            f"the hub refused {repository}: {mask_text(str(error))}; check the name and hf auth whoami"
-        ) from None
+        reason = mask_text(str(error))
+        raise OSError(f"the hub refused {repository}: {reason}; check the name and hf auth whoami") from None

@@ -161,7 +161,7 @@ class Sampling(NamedTuple):
         speed = metrics["completions/mean_length"] * len(sampled) / run.seconds("collect")
         run.log(metrics | {"num_tokens": source.num_tokens}, timings={"tokens_per_second": speed})
         if cfg.log.samples and run.is_due(cfg.log.samples_every) and source.ranks.is_main:
-            shown = source.with_text(sampled[: cfg.log.samples])
+            shown = source.with_text(cfg.log.choose(sampled))
             run.log_table("training completions", evaluation.completion_table(shown))
         parity = run.is_due(cfg.inference.parity_every)
         needed = {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys)

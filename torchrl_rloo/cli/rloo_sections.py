@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -53,17 +54,21 @@ class PlanConfig:
     minibatches: Count = 1  # optimizer steps in each epoch over a rollout batch
     epochs_per_batch: Count = 1  # epochs over each rollout batch
     micro_batch_size: Count | None = None  # rows per forward and backward pass; null: a whole minibatch
+    epochs: Positive | None = None  # passes over the training prompts, in place of steps; null: steps
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of optimizer steps of the run."""
-        return self.steps * self.minibatches * self.epochs_per_batch
+        """Number of optimizer steps of the run; with epochs a bound, until the prompts are counted."""
+        return 10**9 if self.epochs else self.steps * self.minibatches * self.epochs_per_batch
 
-    def make(self, **sizes: Any) -> TrainingPlan:
+    def make(self, *, train_prompts: int, **sizes: Any) -> TrainingPlan:
         """Return the plan with the sizes of prompts, turns and model; raise ``ValueError`` if they do not fit."""
         from torchrl_rloo.diagnostics import TrainingPlan
 
-        return TrainingPlan(**asdict(self), **sizes)
+        settings = asdict(self)
+        if (epochs := settings.pop("epochs")) is not None:  # rounded up to whole steps
+            settings["steps"] = math.ceil(round(epochs * train_prompts / self.prompts_per_step, 6))
+        return TrainingPlan(train_prompts=train_prompts, **settings, **sizes)
 
 
 @dataclass

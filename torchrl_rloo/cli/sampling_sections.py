@@ -14,6 +14,7 @@ from torchrl_rloo.cli.fields import (
     OneOf,
     Positive,
     Range,
+    Share,
     Whole,
     non_null_fields,
     parse_section,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from torchrl_rloo.collectors import GroupSource, LLMCollector, StoredRollouts
     from torchrl_rloo.data import PromptDataset, PromptSampler
+    from torchrl_rloo.diagnostics import TrainingPlan
     from torchrl_rloo.envs import DatasetChatEnv
     from torchrl_rloo.envs.tasks import TaskBase
     from torchrl_rloo.envs.transforms import RewardTransform
@@ -184,6 +186,8 @@ class RerollsConfig:
     delay: int | None = None  # draws until the first re-roll; null: those of ten steps
     growth: float | None = None  # factor of the delay from one re-roll to the next
     max_share: float | None = None  # largest share of the draws
+    max_groups: Count | None = None  # largest number in a rollout batch, at most half of it; null: max_share
+    start_fraction: Share | None = None  # share of plan.steps before the first re-roll; null: 0
     max_tries: int | None = None  # re-rolls per prompt
     threshold: float | None = None  # largest return of an unsolved prompt
 
@@ -229,6 +233,9 @@ class CurriculumConfig:
                 f"curriculum.adaptive_prompts={self.adaptive_prompts} requires curriculum.pass_rate and cannot be "
                 "combined with curriculum.rerolls; set curriculum.pass_rate={} and curriculum.rerolls=null"
             )
+        rerolls = self.rerolls
+        if rerolls is not None and None not in (rerolls.max_groups, rerolls.max_share):
+            raise ValueError("curriculum.rerolls.max_groups cannot be combined with max_share; set one of them")
         if self.cache is not None and self.refill is None:
             raise ValueError("curriculum.cache requires curriculum.refill; set curriculum.refill={}")
 
@@ -237,7 +244,7 @@ class CurriculumConfig:
         return ceil(prompts_per_step * ((self.refill and self.refill.oversample) or 1))
 
     def make_sampler(
-        self, task: TaskBase, prompts: PromptDataset, rewards: RewardTransform, prompts_per_step: int, members: int
+        self, task: TaskBase, prompts: PromptDataset, rewards: RewardTransform, plan: TrainingPlan
     ) -> PromptSampler | None:
         """Build the prompt sampler: shuffled epochs (None), shares of a mixture, or by pass rate."""
         from torchrl_rloo.data.sampling import AdaptiveGroups, DeferredRerolls, MixtureSampler, PassRatePool
@@ -249,10 +256,16 @@ class CurriculumConfig:
                 raise ValueError("curriculum.pass_rate cannot be combined with a mixture's weights; set it to null")
             sampler = PassRatePool(size, returns=returns, **non_null_fields(self.pass_rate))
         if self.adaptive_prompts is not None:
-            draws = self.groups_per_batch(prompts_per_step)
-            sampler = AdaptiveGroups(sampler, prompts=self.adaptive_prompts, draws=draws, members=members)
+            draws = self.groups_per_batch(plan.prompts_per_step)
+            sampler = AdaptiveGroups(sampler, prompts=self.adaptive_prompts, draws=draws, members=plan.num_generations)
         if self.rerolls is not None:
-            settings = {"delay": 10 * prompts_per_step} | non_null_fields(self.rerolls)
+            settings = {"delay": 10 * plan.prompts_per_step} | non_null_fields(
+                self.rerolls, "max_groups", "start_fraction"
+            )
+            if self.rerolls.max_groups is not None:
+                settings["max_share"] = self.rerolls.max_groups / plan.prompts_per_step
+            if self.rerolls.start_fraction is not None:
+                settings["start"] = round(self.rerolls.start_fraction * plan.steps * plan.prompts_per_step)
             sampler = DeferredRerolls(sampler or MixtureSampler([size]), returns=returns, **settings)
         return sampler
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -61,6 +62,8 @@ class PromptDataset(Sequence):
         ValueError: if there are no rows.
     """
 
+    in_order = False  # whether a DataLoadingPrimer keeps the order of the rows
+
     def __init__(
         self, rows: Iterable[dict[str, Any]], *, too_long: int = 0, chat: bool | None = None, unreadable: int = 0
     ):
@@ -69,7 +72,7 @@ class PromptDataset(Sequence):
         kept = len(self.rows)
         if not kept:
             raise ValueError("rows=[] must have at least one row")
-        distinct = len({_canonical_content(row[keys.QUERY]) for row in self.rows})
+        distinct = len({canonical_content(row[keys.QUERY]) for row in self.rows})
         read = kept + too_long + unreadable
         self.counts = PromptCounts(read, too_long, duplicates=kept - distinct, kept=kept, unreadable=unreadable)
 
@@ -78,6 +81,11 @@ class PromptDataset(Sequence):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return plain_value(self.rows[operator.index(index)])
+
+    @property
+    def beginning(self) -> PromptDataset:
+        """Rows for checks: all of them, or the first ones of a stream."""
+        return self
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -95,7 +103,7 @@ class PromptDataset(Sequence):
 
         Images count by their content, wherever their files are.
         """
-        return hashlib.sha256("\n".join(map(_canonical_content, self.rows)).encode()).hexdigest()
+        return hashlib.sha256("\n".join(map(canonical_content, self.rows)).encode()).hexdigest()
 
     def select(self, indices: Iterable[int]) -> PromptDataset:
         """Return the rows at ``indices``, in that order, as a dataset with new counts."""
@@ -119,8 +127,10 @@ class PromptDataset(Sequence):
             notify_once(_CHAT_NOTICE if has_template else _TEXT_NOTICE)
             if not has_template:
                 return self
-        rows = [row | {keys.QUERY: _as_chat(row[keys.QUERY])} for row in self.rows]
-        return PromptDataset(rows, too_long=self.counts.too_long)
+        rows = [row | {keys.QUERY: as_chat(row[keys.QUERY])} for row in self.rows]
+        dataset = PromptDataset(rows, too_long=self.counts.too_long)
+        dataset.in_order = self.in_order
+        return dataset
 
     def encode(self, tokenizer, **template_kwargs: Any) -> list[list[int]]:
         """Encode all prompts in one batch, and return and cache their ids, ``[P_i]`` each.
@@ -139,6 +149,10 @@ class PromptDataset(Sequence):
         if self._encoded is None or self._encoded[0] is not tokenizer:
             return None
         return self._encoded[2] if self._encoded[1] == _encoding_key(tokenizer, template_kwargs) else None
+
+    def longest(self, tokenizer, **template_kwargs: Any) -> int:
+        """Return the length of the longest prompt in tokens."""
+        return max(map(len, self.encode(tokenizer, **template_kwargs)))
 
     def __str__(self) -> str:
         """Describe the number of prompts, the columns and the dropped rows."""
@@ -187,6 +201,8 @@ def load_prompts(
     max_prompt_length: int | None = None,
     limit: int | None = None,
     images: ImageStore | str | os.PathLike | None = None,
+    streaming: int | None = None,
+    exclude: Collection[str] = (),
 ) -> PromptDataset:
     """Read prompts and check every row.
 
@@ -205,8 +221,8 @@ def load_prompts(
         split: split of a hub dataset or ``DatasetDict``. None takes the only one.
         name: configuration of a hub dataset.
         row_map: function from a source row to a row, for example to extract an answer from a text, or its dotted path.
-            One of the first argument ``cfg`` is a transform of axolotl, and gets None for it. Images of a
-            ``datasets.Dataset`` are mappings with ``bytes`` or ``path``.
+            One of the first argument ``cfg`` is a transform of axolotl, which returns such a function and options.
+            It sees images of a ``datasets.Dataset`` as mappings with ``bytes`` or ``path``.
         prompt_column: column of prompts, text or messages, after ``column_map``. None finds one of ``PROMPT_COLUMNS``.
         column_map: new names of columns, ``{name in the source: name in the rows}``.
         columns: other columns to keep, as named after ``column_map``. None keeps all.
@@ -220,6 +236,10 @@ def load_prompts(
         limit: number of rows to read from the start. None reads all.
         images: store of the images, or its folder. None is that of the tokenizer, else
             :class:`~torchrl_rloo.images.ImageStore` in the user's cache. Relative paths start from the source's folder.
+        streaming: number of rows among which a draw chooses, for a source larger than memory. Rows are then read and
+            checked as they are drawn, a hub dataset without a download, and their number stays unknown. 1 keeps their
+            order. Without a tokenizer, text prompts stay text unless ``chat`` is True. None reads all rows now.
+        exclude: texts (``str(query)``) of prompts, such as held-out ones, that a stream leaves out.
 
     Raises:
         FileNotFoundError: if ``source`` is neither a local path nor a reachable hub dataset.
@@ -232,7 +252,7 @@ def load_prompts(
         {'query': [{'role': 'user', 'content': '2+2?'}], 'answer': 4}
     """
     # Check arguments
-    for argument, value in (("max_prompt_length", max_prompt_length), ("limit", limit)):
+    for argument, value in (("max_prompt_length", max_prompt_length), ("limit", limit), ("streaming", streaming)):
         if value is not None and not _is_positive_integer(value):
             raise ValueError(f"{argument}={value!r} must be a positive integer or None")
     if tokenizer is None and max_prompt_length is not None:
@@ -243,14 +263,29 @@ def load_prompts(
         row_map = import_object(row_map, "row_map")
     if row_map is not None and not callable(row_map):
         raise TypeError(f"row_map={row_map!r:.100} must be a function of a row or its dotted path")
+    row_map = row_map and _axolotl_transform(row_map)
     # Read rows and turn prompts into messages
-    located = islice(read_source(source, split, name), limit)
+    located = islice(read_source(source, split, name, streaming is not None), limit)
     located = located if row_map is None else _mapped(located, row_map)
     if images is None and (encoder := encoder_of(tokenizer)) is not None:
         images = encoder.store
     store = images if isinstance(images, ImageStore) else ImageStore(images)
     add_image = partial(store.add, base=source_folder(source))
-    rows, unreadable = _rows(located, prompt_column, column_map or {}, columns, add_image)
+    unreadable: list[str] = []
+    drop = unreadable.append if streaming is None else partial(_LOGGER.warning, "%s; this row is dropped")
+    checked = _checked_rows(located, prompt_column, column_map or {}, columns, add_image, drop)
+    if streaming is not None:
+        from torchrl_rloo.data.streamed import StreamedPrompts  # it has this file's class as its base
+
+        chat = bool(tokenizer.chat_template) if chat is None and tokenizer is not None else chat
+        if chat or system_prompt is not None:
+            checked = (r | {keys.QUERY: as_chat(r[keys.QUERY], system_prompt, bool(chat))} for r in checked)
+        checked = (row for row in checked if str(row[keys.QUERY]) not in exclude)
+        if max_prompt_length is not None:
+            ids = partial(encode_prompts, tokenizer, **template_kwargs or {})
+            checked = (row for row in checked if len(ids([row[keys.QUERY]])[0]) <= max_prompt_length)
+        return StreamedPrompts(checked, streaming, max_prompt_length)
+    rows = list(checked)
     if unreadable:
         what = f"images of {len(unreadable)} of {len(rows) + len(unreadable)} rows of {describe_source(source)}"
         if not rows:
@@ -263,7 +298,7 @@ def load_prompts(
             f"chat=False requires text prompts, but {describe_source(source)} has messages or images; remove chat"
         )
     for row in rows if chat or system_prompt is not None else ():
-        row[keys.QUERY] = _as_chat(row[keys.QUERY], system_prompt, bool(chat))
+        row[keys.QUERY] = as_chat(row[keys.QUERY], system_prompt, bool(chat))
     dataset = PromptDataset(rows, chat=chat, unreadable=len(unreadable))
     # Drop long prompts; equal prompts mean that the wrong column was chosen
     if tokenizer is not None:
@@ -276,7 +311,7 @@ def load_prompts(
 
 def longest_prompt(tokenizer, datasets: Iterable[PromptDataset], **template_kwargs: Any) -> int:
     """Return the length of the longest prompt in tokens; the datasets cache the ids for the environment."""
-    return max(len(ids) for dataset in datasets for ids in dataset.encode(tokenizer, **template_kwargs))
+    return max(dataset.longest(tokenizer, **template_kwargs) for dataset in datasets)
 
 
 def show_examples(
@@ -340,7 +375,7 @@ def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> 
     Raises:
         ValueError: if either part would have no prompt.
     """
-    prompts = [_canonical_content(row[keys.QUERY]) for row in dataset.rows]
+    prompts = [canonical_content(row[keys.QUERY]) for row in dataset.rows]
     distinct = sorted(set(prompts), key=lambda prompt: hashlib.sha256(f"{seed}\n{prompt}".encode()).digest())
     held_out = eval_size
     if isinstance(eval_size, float) and 0 < eval_size < 1:
@@ -356,11 +391,21 @@ def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> 
     return train, dataset.select(i for i, prompt in enumerate(prompts) if prompt in chosen)
 
 
+def _axolotl_transform(row_map: Callable) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Return a function of a row; axolotl's maker of one, with its signature, is called with an empty configuration."""
+    parameters = inspect.signature(row_map).parameters if inspect.isfunction(row_map) else {}
+    if next(iter(parameters), None) != "cfg":
+        return row_map
+    function, options = row_map({})
+    removed = options.get("remove_columns", ())
+
+    def transform(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: value for name, value in row.items() if name not in removed} | function(row)
+
+    return transform
+
+
 def _mapped(located: Located, row_map: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Located:
-    # A transform of axolotl takes its settings, and returns the function of a row with options of datasets.map
-    code = getattr(row_map, "__code__", None)
-    if code is not None and code.co_varnames[: code.co_argcount][:1] == ("cfg",):
-        row_map = row_map(None)[0]
     for where, row in located:
         try:
             yield where, row_map(row)
@@ -370,16 +415,19 @@ def _mapped(located: Located, row_map: Callable[[Mapping[str, Any]], Mapping[str
             raise ValueError(f"{where} does not have the expected format: {reason}; {content}") from error
 
 
-def _rows(
+def _checked_rows(
     located: Located,
     prompt_column: str | None,
     column_map: Mapping[str, str],
     columns: Sequence[str] | None,
     add_image: Callable[[Any], str],
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return checked rows ``{"query": ..., **columns}``, with the columns of the first row, and errors of images."""
-    rows: list[dict[str, Any]] = []
-    unreadable: list[str] = []
+    drop: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """Yield checked rows ``{"query": ..., **columns}``, with the columns of the first row.
+
+    ``drop`` gets the errors of unreadable images, whose rows are left out.
+    """
+    kind = None
     first, names, required, chosen = "", set(), set(), None
     for where, row in located:
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
@@ -401,14 +449,14 @@ def _rows(
                     shown = [shown]
                 row = {**row, prompt: place_images(row[prompt], shown, add_image, where)}
             except ImageError as error:
-                unreadable.append(f"{where}: {error}")
+                drop(f"{where}: {error}")
                 continue
         values = {name: plain_value(row[name], f"{where}: column {name!r}") for name in (prompt, *others)}
         query = check_query(values[prompt], where, column_map.get(prompt, prompt))
-        if rows and type(query) is not type(rows[0][keys.QUERY]):
+        kind = kind or type(query)
+        if type(query) is not kind:
             raise ValueError(f"{first} and {where} mix plain text and chat messages; use one kind for all prompts")
-        rows.append({keys.QUERY: query} | {new_name: values[name] for name, new_name in others.items()})
-    return rows, unreadable
+        yield {keys.QUERY: query} | {new_name: values[name] for name, new_name in others.items()}
 
 
 def _choose_columns(
@@ -451,7 +499,8 @@ def _choose_columns(
     return source_name[prompt_column], {source_name[name]: name for name in kept}, image
 
 
-def _as_chat(query: str | Messages, system_prompt: str | None = None, chat: bool = True) -> str | Messages:
+def as_chat(query: str | Messages, system_prompt: str | None = None, chat: bool = True) -> str | Messages:
+    """Return a prompt as chat messages, with a system message if it has none."""
     if isinstance(query, str) and chat:
         query = [{"role": "user", "content": query}]
     if system_prompt is None:
@@ -488,7 +537,7 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=repr)
 
 
-def _canonical_content(value: dict[str, Any] | str | Messages) -> str:
+def canonical_content(value: dict[str, Any] | str | Messages) -> str:
     """Return the canonical text of a row or a prompt, with the hash of each image in place of its path."""
     text = _canonical(value)
     if '"type": "image"' in text:  # never part of a text, whose quotes JSON escapes

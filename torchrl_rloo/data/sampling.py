@@ -391,6 +391,7 @@ class DeferredRerolls:
             ``n``.
         max_tries: largest number of re-rolls of a prompt that keeps failing.
         threshold: largest return of a failure.
+        start: number of draws before the first re-roll of any prompt, such as half of a run's.
         returns: see :mod:`torchrl_rloo.data.outcomes`, ``[B]``.
 
     Attributes:
@@ -420,6 +421,7 @@ class DeferredRerolls:
         max_share: float = 0.25,
         max_tries: int = 3,
         threshold: float = 0.0,
+        start: int = 0,
         returns: Returns = final_return,
     ):
         for name, value in (("delay", delay), ("growth", growth), ("max_tries", max_tries)):
@@ -429,7 +431,7 @@ class DeferredRerolls:
             raise ValueError(f"max_share={max_share} must be above 0 and at most 0.5")
         self.sampler, self.delay, self.growth, self.max_tries = sampler, delay, growth, max_tries
         self.spacing = math.ceil(1 / max_share)
-        self.threshold, self.returns = threshold, returns
+        self.threshold, self.returns, self.start = threshold, returns, start
         self._counts: Counter[str] = Counter()
         self._draws = 0
         self._last = -self.spacing  # draw number of the last re-roll
@@ -452,7 +454,7 @@ class DeferredRerolls:
     def draw(self, generator: torch.Generator) -> int:
         """Return the prompt that has been due the longest, or else a draw of the inner sampler."""
         self._draws += 1
-        if self._queue and self._draws - self._last >= self.spacing:
+        if self._queue and self._draws > self.start and self._draws - self._last >= self.spacing:
             due, prompt = min((due, prompt) for prompt, due in self._queue.items())
             if due < self._draws:
                 del self._queue[prompt]

@@ -2,7 +2,7 @@
 
 The readers of local files name the line of a fault, keep the text of a ``.csv`` ("007" stays "007") and write no
 cache, unlike ``datasets.load_dataset``. Text is UTF-8. Two values of one name in an object, or two columns of one name,
-are refused. Rows stay in memory, without a limit: compressed pages of a ``.parquet`` file may be far larger there.
+are refused. Files are read row by row, but ``.json`` as a whole.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchrl_rloo.runtime.lookup import DATA_SUFFIXES, check_path
 Located = Iterator[tuple[str, Any]]  # (location for error messages, row)
 
 
-def read_source(source: Any, split: str | None, name: str | None) -> Located:
-    """Read the rows of a source with their locations for error messages."""
+def read_source(source: Any, split: str | None, name: str | None, streaming: bool = False) -> Located:
+    """Read the rows of a source with their locations for error messages; ``streaming`` downloads no hub dataset."""
     described, rows, path = describe_source(source), source, None
     # Resolve a path or hub id
     if isinstance(source, (str, os.PathLike)):
@@ -33,7 +33,7 @@ def read_source(source: Any, split: str | None, name: str | None) -> Located:
         if os.path.isdir(path):
             rows = _load_directory(path)
         elif not os.path.isfile(path):
-            rows, split, name, path = _load_from_hub(os.fspath(source), path, split, name), None, None, None
+            rows, split, name, path = _load_from_hub(os.fspath(source), path, split, name, streaming), None, None, None
     if name is not None:
         raise ValueError(f"name={name!r} requires a hub dataset, got {described}; remove name")
 
@@ -91,12 +91,12 @@ def _load_directory(path: Path) -> Any:
         raise ValueError(f"source={str(path)!r} is damaged: {_one_line(error)}; save it again") from error
 
 
-def _load_from_hub(source: str, path: Path, split: str | None, name: str | None) -> Any:
+def _load_from_hub(source: str, path: Path, split: str | None, name: str | None, streaming: bool) -> Any:
     check_path("source", source)  # before the slow request to the hub
     import datasets
 
     try:
-        return datasets.load_dataset(source, name, split=split)
+        return datasets.load_dataset(source, name, split=split, streaming=streaming)
     except OSError as error:
         raise FileNotFoundError(
             f"source={source!r} is neither a local file or directory (no {str(path.absolute())!r}) nor a reachable hub "

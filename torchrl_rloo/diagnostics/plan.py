@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from numbers import Integral
 
+from torchrl_rloo.data.streamed import UNKNOWN_LENGTH
+
 
 @dataclass(frozen=True)
 class TrainingPlan:
@@ -127,6 +129,9 @@ class TrainingPlan:
     def __str__(self) -> str:
         rows, updates = self.rows_per_step, self.minibatches * self.epochs_per_batch
         epochs = self.epochs(self.steps)
+        trained = f"{self.train_prompts:,} training prompts, {epochs:.2f} epochs"
+        if self.train_prompts >= UNKNOWN_LENGTH:
+            trained = "training prompts from a stream"
         most = self.max_action_tokens
         tokens = "any number of" if most is None else f"at most {self.steps * rows * most:,}"
         turns = "any number of turns" if self.max_turns is None else count(self.max_turns, "turn")
@@ -137,7 +142,7 @@ class TrainingPlan:
                 f"= {rows} rows, {self.steps * rows:,} in total",
                 f"{count(self.minibatches, 'minibatch', 'minibatches')} x {count(self.epochs_per_batch, 'epoch')} "
                 f"per step = {self.optimizer_steps:,} optimizer steps, {on_policy}",
-                f"{self.train_prompts:,} training prompts, {epochs:.2f} epochs; {self.eval_prompts:,} held out",
+                f"{trained}; {self.eval_prompts:,} held out",
                 f"prompts up to {self.max_prompt_tokens} tokens, {turns} of up to "
                 f"{self.max_new_tokens}; {tokens} action tokens",
             ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchrl_rloo.embedded.addition import addition_prompts
@@ -90,7 +91,8 @@ def resolve_task(name: str = ADDITION.name, mixture: Mapping[str, Mapping[str, A
         name: name in ``EMBEDDED_TASKS`` or ``torchrl_rloo.envs.tasks.registry.TASKS``, a dotted path
             (:func:`~torchrl_rloo.envs.tasks.load_task`), or ``"mixture"``.
         mixture: ``weight`` (default 1) and arguments of :meth:`Task.load`, such as ``source``, for each task of a
-            mixture. A number is the weight, and None leaves the task out.
+            mixture. A number is the weight, and None leaves the task out. ``task`` names the task of a part that has
+            another name, ``rewards`` and ``scorer`` (by default the first reward) replace those of the task.
 
     Raises:
         ValueError: if the name is unknown, or only one of ``name="mixture"`` and ``mixture`` is given.
@@ -110,7 +112,21 @@ def resolve_task(name: str = ADDITION.name, mixture: Mapping[str, Mapping[str, A
     if mixture is None:
         return load_task(name, EMBEDDED_TASKS | TASKS)
     mixture = {part: setting for part, setting in mixture.items() if setting is not None}
-    tasks = [resolve_task(part) for part in mixture]
     options = [dict(s) if isinstance(s, Mapping) else {"weight": s} for s in mixture.values()]
     weights = [option.pop("weight", 1.0) for option in options]
+    tasks = [_resolve_part(part, option) for part, option in zip(mixture, options, strict=True)]
     return Mixture(tasks, weights, dict(zip((task.name for task in tasks), options, strict=True)))
+
+
+def _resolve_part(name: str, option: dict[str, Any]) -> TaskBase:
+    """Return the task of a part of a mixture, and take what is not of its data out of ``option``."""
+    base, rewards, scorer = option.pop("task", None), option.pop("rewards", None), option.pop("scorer", None)
+    task = resolve_task(base or name)
+    changes = {"rewards": rewards, "reward_weights": None} if rewards else {}
+    changes |= {"scorer": scorer or rewards[0]} if scorer or rewards else {}
+    changes |= {"name": name} if base else {}
+    if changes and not isinstance(task, Task):
+        raise ValueError(
+            f"task.mixture.{name}: {sorted(changes)} of {type(task).__name__} cannot be changed; remove them"
+        )
+    return replace(task, **changes) if changes else task

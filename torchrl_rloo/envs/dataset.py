@@ -117,7 +117,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         rewards: RewardSpec | Sequence[RewardSpec] | RewardTransform | None = None,
         transforms: Sequence[Transform] = (),
         after_rewards: Sequence[Transform] = (),
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
         epochs: int | None = None,
         sampler: PromptSampler | None = None,

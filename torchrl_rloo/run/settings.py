@@ -31,7 +31,7 @@ IGNORED_SETTINGS = (
 )  # may differ: they do not change results, or health.jsonl records what they did
 _RANKS = ("parallel", "shard_size", "reduce", "tensor_parallel", "context_parallel", "offload")  # these change rounding
 EXTENDABLE = (  # may differ with "extend"
-    *("plan.steps", "train.steps", "train.epochs", "inference", "eval", "threads", "model.device"),
+    *("plan.steps", "plan.epochs", "train.steps", "train.epochs", "inference", "eval", "threads", "model.device"),
     *(f"train.{name}" for name in _RANKS),
 )
 

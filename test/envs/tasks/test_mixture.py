@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +12,12 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.embedded import build_model, resolve_task
-from torchrl_rloo.embedded.resolve import ADDITION, CALCULATOR
+from torchrl_rloo.embedded.resolve import ADDITION, CALCULATOR, GUESSING
+from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs.tasks.mixture import Mixture, mix_prompts
-from torchrl_rloo.envs.tasks.registry import TASKS
-from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.envs.tasks.registry import TASKS, conversation_settings
+from torchrl_rloo.envs.transforms import FeedbackTransform
+from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 
 PARTS = [ADDITION, TASKS["countdown"], TASKS["gsm8k"]]
@@ -68,12 +72,68 @@ def test_draws_keep_to_the_weights_and_metrics_are_by_task(tokenizer):
     assert Mixture(PARTS).make_sampler(train) is None  # without weights: shuffled epochs over all
 
 
+def ask_twice(conversation, row):
+    return [{"role": "user", "content": "1+2?"}] if len(conversation) < 4 else None
+
+
+ASKED = replace(ADDITION, name="asked", transforms=lambda: [FeedbackTransform(ask_twice)], limits={"max_turns": 3})
+
+
+def test_each_task_has_its_own_turns(tokenizer):
+    """A tool answers the rows of one task, a function those of another, and nothing those of the third."""
+    mixture = Mixture([ADDITION, CALCULATOR, ASKED])
+    train, _ = mixture.load("embedded", eval_size=3, tokenizer=tokenizer)
+    train = train.select([next(i for i, r in enumerate(train) if r["task"] == t.name) for t in mixture.tasks])
+
+    def turn(request, index):
+        first = "<tool>1+2" not in tokenizer.decode(list(request.prompt))
+        text = "<tool>1+2</tool>" if first else r"\boxed{3}"
+        return ScriptedTurn([*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id])
+
+    env = mixture.env(train, tokenizer, prompts_per_batch=3, num_generations=1, shuffle=False, max_turns=2)
+    engine = ScriptedEngine(turn)
+    rows = LLMCollector(env, vLLMWrapper(engine, tokenizer=tokenizer)).collect()
+    by_task = {row[keys.TASK]: row for row in rows.unbind(0)}
+    messages = {task: [m["role"] for m in row[keys.COMPLETION]] for task, row in by_task.items()}
+    calls = {task: int(row[keys.NUM_TOOL_CALLS]) for task, row in by_task.items()}
+    assert messages["addition"] == ["assistant"] and calls["addition"] == calls["asked"] == 0
+    assert messages["asked"] == ["assistant", "user", "assistant"]
+    assert messages["calculator"] == ["assistant", "tool", "assistant"] and calls["calculator"] == 1
+    metrics = completion_metrics(rows, env.reward_transform.names, env.reward_transform.weights)
+    assert metrics["tasks/asked/mean_length"] > metrics["tasks/addition/mean_length"]
+    assert (1 / 3) == pytest.approx(metrics["num_tool_calls"])
+
+
+def test_parts_are_sources_of_the_user_with_their_own_rewards(tmp_path):
+    for name in ("a", "b"):
+        lines = [json.dumps({"prompt": f"{name}{i}?", "answer": str(i), f"only_{name}": i}) + "\n" for i in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    own = {"task": "custom", "rewards": ["boxed_accuracy"], "eval_size": 2}
+    parts = {name: {**own, "source": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b")}
+    mixture = resolve_task("mixture", {**parts, "sums": {"task": "addition", "weight": 2, "limit": 8}})
+    train, held_out = mixture.load(chat=True)
+    assert Counter(row["task"] for row in train) == {"a": 4, "b": 4, "sums": 8}
+    assert Counter(row["task"] for row in held_out)["a"] == 2 and mixture.weights == [1.0, 1.0, 2]
+    assert [f.__name__ for f in mixture.make_rewards()] == [f"{n}_boxed_accuracy" for n in ("a", "b", "sums")]
+    batch = RewardBatch(["?"] * 2, [r"\boxed{1}"] * 2, [[1]] * 2, {"task": ["a", "b"], "answer": ["1", "2"]})
+    assert call_reward(mixture.make_scorer(), batch).scores == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: Mixture([ADDITION]), "at least two tasks"),
         (lambda: Mixture([ADDITION, ADDITION]), "with different names"),
-        (lambda: Mixture([ADDITION, CALCULATOR]), r"multi-turn tasks \['calculator'\] cannot be combined"),
+        (lambda: Mixture([ADDITION, GUESSING]), r"tasks \['guessing'\] are rewarded by their environment"),
+        (
+            lambda: conversation_settings(Mixture([ADDITION, CALCULATOR, ASKED]), None, {}, 128),
+            "different limits, max_turns: {'calculator': 2, 'asked': 3}; set environment.max_turns",
+        ),
+        (lambda: resolve_task("mixture", {"addition": 1, "own": {"task": "nothing"}}), "task='nothing' is unknown"),
+        (
+            lambda: resolve_task("mixture", {"addition": 1, "mine": {"task": "reasoning_gym"}}),
+            r"task.mixture.mine: \['name'\] of ReasoningGym cannot be changed",
+        ),
         (lambda: Mixture(PARTS, [1, 2]), r"weights=\[1, 2\] must be one positive number for each"),
         (lambda: Mixture(PARTS, [1, 2, 0]), "positive number"),
         (lambda: Mixture(PARTS, options={"math": {}}), r"options for unknown tasks \['math'\]"),

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from torchrl.envs import Transform
 
@@ -22,6 +22,7 @@ _LOGGER = logging.getLogger(__name__)
 
 Scorer = RewardFunction | Mapping[str, RewardFunction] | None
 EMBEDDED = "embedded"  # the source that names a task's synthetic rows
+_WHOLE = {"limit": None, "streaming": None}  # options of held-out prompts
 
 
 class TaskBase:
@@ -32,12 +33,14 @@ class TaskBase:
         reward_weights: one weight per reward function; None means 1 each.
         extract_answer: ``f(text) -> answer | None`` for majority votes; None if the task has no votes.
         limits: limits of a conversation, as arguments of :class:`~torchrl_rloo.envs.ChatEnv`.
+        different_limits: values by task of each limit that the tasks of a mixture do not share, which the user sets.
     """
 
     name: str
     reward_weights: Sequence[float] | None
     extract_answer: Callable[[str], str | None] | None = None
     limits: Mapping[str, Any] = MappingProxyType({})
+    different_limits: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def load(self, source: Any = None, **kwargs: Any) -> tuple[PromptDataset, PromptDataset]:
         """Load training and held-out prompts.
@@ -161,6 +164,9 @@ class Task(TaskBase):
             return self._load_synthetic(eval_source, eval_split, eval_size, seed, options)
         # Without a source of held-out prompts, split them off the training prompts
         if eval_source is None:
+            if options.get("streaming"):
+                given = f"streaming={options['streaming']}"
+                raise ValueError(f"{given} requires eval_source: no prompts can be split off a stream; set it")
             if eval_split is not None:
                 raise ValueError(f"eval_split={eval_split!r} requires eval_source, which is null; set eval_source")
             train, held_out = split_prompts(self._load(source, **options), eval_size, seed)
@@ -173,8 +179,10 @@ class Task(TaskBase):
                 )
             return train, held_out
         # Otherwise load both, and remove prompts that are in both from training
-        eval_options = eval_options | ({"split": eval_split} if eval_split else {}) | {"limit": None}
+        eval_options = eval_options | ({"split": eval_split} if eval_split else {}) | _WHOLE
         held_out = self.load_held_out(eval_source, eval_size=eval_size, **eval_options)
+        if options.get("streaming"):
+            return self._load(source, **options, exclude={str(row["query"]) for row in held_out.rows}), held_out
         return _remove_held_out(self._load(source, **options), held_out), held_out
 
     def load_held_out(self, source: Any, *, eval_size: int = 256, **kwargs: Any) -> PromptDataset:
@@ -197,7 +205,7 @@ class Task(TaskBase):
         if eval_source is not None or eval_split is not None:
             raise ValueError(f"source={EMBEDDED!r} has its own held-out prompts; leave eval_source and eval_split null")
         train, held_out = self.synthetic_rows("train", None, seed), self.synthetic_rows("test", eval_size, seed)
-        return self._load(train, **options), self._load(held_out, **options | {"limit": None})
+        return self._load(train, **options), self._load(held_out, **options | _WHOLE)
 
     def make_rewards(self) -> list[RewardFunction]:
         """Return the reward functions; an empty list if the environment itself rewards."""

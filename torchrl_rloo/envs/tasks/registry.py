@@ -20,11 +20,15 @@ class CustomTask(Task):
     """Task of prompts from the user's source, with unchanged columns, evaluated with the training rewards."""
 
     def make_rewards(self) -> list[RewardFunction]:
-        """Raise, since the user has to give the rewards."""
+        """Return the user's rewards of a mixture's part; raise without any."""
+        if self.rewards:
+            return super().make_rewards()
         raise ValueError(f"task={self.name!r} has no default rewards; set reward.functions=[my_module.my_reward]")
 
     def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> Scorer:
         """Return the rewards by name, the first as the headline; None for an empty list, if the environment rewards."""
+        if rewards is None and (self.rewards or self.scorer):
+            return super().make_scorer()
         if rewards is None:
             raise ValueError(
                 f"task={self.name!r} has no default scorer; set eval.scorer=my_module.score, or in the recipe evaluate "
@@ -106,6 +110,11 @@ def conversation_settings(
             f"environment.{name}={limits[name]} is ignored by task={task.name}, whose conversations have one turn; set "
             "environment.transforms, which answer the policy, or leave it null"
         )
+    for name, values in task.different_limits.items() if transforms is None else ():
+        if name not in limits:
+            raise ValueError(
+                f"the tasks of the mixture have different limits, {name}: {values}; set environment.{name}"
+            )
     limits = {**task.limits, **limits}
     if several:
         limits = {"max_tokens": context} | limits

@@ -19,6 +19,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import make_non_tensor, rows_to_reset, stack_rows
 from torchrl_rloo.data.sampling import PromptSampler
+from torchrl_rloo.data.streamed import StreamedPrompts
 from torchrl_rloo.envs.turn_transform import EnvTransform
 from torchrl_rloo.runtime.torchrl_arguments import with_torchrl_arguments
 
@@ -39,14 +40,15 @@ class DataLoadingPrimer(EnvTransform):
     Args:
         dataset: the prompts.
         num_generations: ``G``, rows per draw. The environment's batch size must be a multiple of it.
-        shuffle: whether to draw each epoch in a new random order; False keeps the dataset's order.
+        shuffle: whether to draw each epoch in a new random order; False keeps the dataset's order. None asks the
+            dataset.
         seed: seed of the primer's random stream.
         first_group_id: first ``"group_id"``. Primers whose rows share a buffer need disjoint ranges.
         epochs: passes over the dataset; None repeats forever. The draws of a batch may come from two epochs. Draws that
             are left at the end but do not fill a batch are logged and skipped.
         sampler: chooser of the prompts, such as :class:`~torchrl_rloo.data.sampling.MixtureSampler` or
-            :class:`~torchrl_rloo.data.PassRatePool`; None draws epochs. A sampler never ends, and its state is saved
-            with the primer's.
+            :class:`~torchrl_rloo.data.PassRatePool`; None draws epochs, or the next rows of a stream. A sampler never
+            ends, and its state is saved with the primer's.
         greedy: whether the first member of each group is greedy (``ORIGIN``), as a baseline.
         demonstrations: function from a prompt's columns to the ids of its demonstrations. Further members, one for
             each, take them as their turn; one member at least is sampled. None demonstrates nothing.
@@ -68,7 +70,7 @@ class DataLoadingPrimer(EnvTransform):
         dataset: PromptDataset,
         *,
         num_generations: int = 1,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
         first_group_id: int = 0,
         epochs: int | None = None,
@@ -84,6 +86,9 @@ class DataLoadingPrimer(EnvTransform):
                 raise ValueError(f"{name}={value} must be at least 1")
         if (greedy or demonstrations is not None) and num_generations < 2:
             raise ValueError("num_generations=1 leaves no sampled member after the greedy or demonstrated ones; use 2")
+        shuffle = not dataset.in_order if shuffle is None else shuffle
+        if isinstance(dataset, StreamedPrompts) and sampler is None:
+            sampler = dataset
         if sampler is not None and (epochs is not None or not shuffle):
             raise ValueError(f"epochs={epochs} and shuffle={shuffle} cannot be combined with a sampler; omit them")
         self.dataset, self.num_generations, self.shuffle, self.epochs = dataset, num_generations, shuffle, epochs
