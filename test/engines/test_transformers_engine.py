@@ -182,7 +182,10 @@ def test_the_models_stop_ids_are_reported_but_not_applied(engine: TransformersEn
             "request 1 has ids from 3 to 5000, but the model has ids from 0 to 383",
         ),
         (Request([-1], limit=1, seed=0), "request 1 has ids from -1 to -1"),
-        (Request([1], limit=1, seed=0, stop_strings=("a",)), "stop_strings of request 1 require a tokenizer"),
+        (
+            Request([1], limit=1, seed=0, stop_strings=("a",)),
+            "stop_strings, bad_words and structured of request 1 require a tokenizer",
+        ),
     ],
 )
 def test_requests_that_cannot_be_sampled_are_refused(random_model, request_: Request, message: str) -> None:

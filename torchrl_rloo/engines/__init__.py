@@ -15,6 +15,7 @@ from torchrl_rloo.engines.head import find_head, score_positions
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.engines.routers import LeastLoaded, NearestFirst, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.engines.sglang_server import SGLangServer
 from torchrl_rloo.engines.supervisor import Supervisor
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
@@ -32,6 +33,7 @@ __all__ = [
     "LeastLoaded",
     "NearestFirst",
     "Request",
+    "SGLangServer",
     "Sample",
     "Sampler",
     "ScriptedEngine",

@@ -131,12 +131,17 @@ class VLLMServer(LoopEngine):
             raise ValueError(f"url={Redactor(url, {})(url)!r} must be like 'http://127.0.0.1:8000'")
         self.url, self.connect_timeout = url.rstrip("/"), connect_timeout
         self._tokens = 0  # of finished requests
-        self._headers = {"Authorization": f"Bearer {api_key or client_key(url)}"}
+        self._headers = self._authorize(url, api_key)
         self._max_bytes = max_bytes
         self._connect()
 
+    @staticmethod
+    def _authorize(url: str, api_key: str | None) -> dict[str, str]:
+        """Return the headers of all requests."""
+        return {"Authorization": f"Bearer {api_key or client_key(url)}"}
+
     def _connect(self) -> None:
-        self._loop = LoopThread("vllm-server")
+        self._loop = LoopThread("engine-server")
         self._http = _Http(self.url, self._headers, self.connect_timeout, self._max_bytes)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._http, CLOSED)
         try:
@@ -153,20 +158,8 @@ class VLLMServer(LoopEngine):
 
     async def _greet(self) -> int:
         """Wait for the server, abort an update that a previous trainer left open, and check the server's options."""
-        # Wait for a server that is starting
-        deadline = monotonic() + self.connect_timeout
-        while True:
-            try:
-                await self._http.get("/health", self.connect_timeout)
-                break
-            except EngineDeadError:
-                if monotonic() + _POLL_PERIOD_S > deadline:
-                    raise
-                await asyncio.sleep(_POLL_PERIOD_S)
-        # Take over the version that a previous trainer sent. vLLM's initial name is not a number
-        name = (await self._http.get("/weight_info", self.connect_timeout))["weight_version"]
-        self._has_version = name.isdecimal()
-        self.version = int(name) if self._has_version else 0
+        await self._wait_for_server()
+        self._take_version((await self._http.get("/weight_info", self.connect_timeout))["weight_version"])
         await self._collective("abort_weight_update", (), self.request_timeout)
         await self._name_weights(self.version)
         await self._resume_engine()
@@ -178,6 +171,23 @@ class VLLMServer(LoopEngine):
         models = await self._http.get("/v1/models", self.request_timeout)
         self.context_length = models["data"][0]["max_model_len"]
         return (await self._http.get("/get_world_size", self.request_timeout))["world_size"]
+
+    async def _wait_for_server(self) -> None:
+        """Wait for a server that is starting."""
+        deadline = monotonic() + self.connect_timeout
+        while True:
+            try:
+                await self._http.get("/health", self.connect_timeout)
+                break
+            except EngineDeadError:
+                if monotonic() + _POLL_PERIOD_S > deadline:
+                    raise
+                await asyncio.sleep(_POLL_PERIOD_S)
+
+    def _take_version(self, name: str) -> None:
+        """Take over the version of the server's weights, whose initial name is not a number."""
+        self._has_version = name.isdecimal()
+        self.version = int(name) if self._has_version else 0
 
     async def _returns_processed(self) -> bool:
         """Return whether log-probs are of the truncated softmax, which gives minus infinity to tokens outside top-k.
