@@ -58,6 +58,8 @@ class Config(LoopConfig):
         for name, wrong in refused.items():
             if wrong:
                 raise ValueError(f"critic.share_trunk=true cannot be combined with {name}; set it to false")
+        if self.kl.discount is not None:
+            raise ValueError("kl.discount has no effect with a critic; set critic.discount")
         if critic.coeff != 1 and not critic.share_trunk:
             raise ValueError(f"critic.coeff={critic.coeff} has no effect without critic.share_trunk; set critic.lr")
         if critic.warmup_steps >= self.plan.steps:

@@ -15,20 +15,21 @@ from support.runs import check_metric_names, read_jsonl
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.modules import load_model, load_reward_model
 
-FILES = ("metrics.jsonl", "completions.jsonl", "model/model.safetensors")
 SMALL = ["generate.max_new_tokens=8", "data.limit=64", "data.eval_size=8", "checkpoint.every=1", "log.samples=2"]
 PLAN = ["plan.steps=3", "plan.prompts_per_step=4", "plan.num_generations=2", "plan.minibatches=2"]
 PPO = ["plan.epochs_per_batch=1", "critic.warmup_steps=1", "eval.every=2"]
 FULL = ["distill.divergence=full", "distill.beta=0.5", "distill.reward_coeff=1", "plan.micro_batch_size=3"]
 MOVING = ["teacher.name=self", "teacher.sync_every=1", 'teacher.context="The answer is {answer}. "']
+LORA = "lora={r: 2, target_modules: all-linear}"
 RUNS = {
     "simple": ("simple", []),
     "ppo": ("ppo", PPO),
-    "shared": ("ppo", [*PPO, "critic.share_trunk=true", "critic.coeff=0.5", "kl.coeff=0", "critic.clip_epsilon=null"]),
     "reward": ("ppo", [*PPO, "kl.where=reward", "reference.sync_every=1", "loss.old_log_probs=proximal"]),
+    "adapter": ("ppo", [*PPO, LORA, "critic.share_trunk=true", "critic.coeff=0.5", "kl.coeff=0"]),
     "sampled": ("distill", ["eval.every=2"]),
     "full": ("distill", ["eval.every=2", *FULL]),
     "self": ("distill", ["eval.every=2", "distill.discount=0.5", *MOVING]),
+    "hint": ("distill", ["eval.every=2", "distill.divergence=full", MOVING[0], MOVING[2], LORA]),
 }
 
 
@@ -38,12 +39,15 @@ def common(model: Path, recipe: str) -> list[str]:
 
 
 def results(output: Path) -> list[bytes]:
-    return [(output / name).read_bytes() for name in FILES]
+    (weights,) = (output / "model").glob("*.safetensors")  # of an adapter alone, if there is one
+    return [file.read_bytes() for file in (output / "metrics.jsonl", output / "completions.jsonl", weights)]
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stopped_run_goes_on_to_the_same_bits(name, warm_model, tmp_path, capsys):
     recipe, more = RUNS[name]
+    if LORA in more:
+        pytest.importorskip("peft")
     command = [*common(warm_model(), recipe), *more]
     run_recipe_here(recipe, *command, f"output_dir={tmp_path / 'whole'}")
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -58,18 +62,17 @@ def test_a_stopped_run_goes_on_to_the_same_bits(name, warm_model, tmp_path, caps
     if recipe == "ppo":
         assert {"loss_critic", "explained_variance", "grad_norm/critic", "loss", "grad_norm"} <= last.keys()
         assert "grad_norm" not in lines[1] and "grad_norm/critic" in lines[1]  # the step of the critic alone
-        assert ("kl" in last) == (name != "shared")
+        assert ("kl" in last) == (name != "adapter")
     if recipe == "distill":
-        assert last["grad_norm"] > 0 and ("kl" in last) == (name != "full")
-        assert ("kl_to_teacher" in last) == (name == "full")
+        assert last["grad_norm"] > 0 and ("kl" in last) == (name not in ("full", "hint"))
+        assert ("kl_to_teacher" in last) == (name in ("full", "hint"))
 
 
-@pytest.mark.parametrize(
-    ("name", "parallel"), [("ppo", "ddp"), ("reward", "fsdp"), ("sampled", "ddp"), ("full", "fsdp")]
-)
+@pytest.mark.parametrize(("name", "parallel"), [("ppo", "ddp"), ("full", "fsdp")])
 def test_two_ranks_train_as_one(name, parallel, fork_server, warm_model, tmp_path):
     recipe, more = RUNS[name]
-    changes = ["plan.steps=2", "log.loggers=[]", "eval.every=0"]
+    changes = ["plan.steps=1", "plan.minibatches=1", "plan.micro_batch_size=3", "log.loggers=[]", "eval.every=0"]
+    changes += ["critic.warmup_steps=0"] if recipe == "ppo" else []
     command = [*common(warm_model(), recipe), *more, *changes]
     run_recipe_here(recipe, *command, f"output_dir={tmp_path / 'one'}")
     with socket.socket() as probe:
@@ -90,7 +93,7 @@ def test_two_ranks_train_as_one(name, parallel, fork_server, warm_model, tmp_pat
             rank.kill()
     one, two = (read_jsonl(tmp_path / folder / "metrics.jsonl") for folder in ("one", "two"))
     for mine, theirs in zip(one, two, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4, nan_ok=True)
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 def test_a_critic_starts_as_a_reward_model_with_its_head(warm_model, tmp_path):
@@ -115,6 +118,7 @@ def test_a_critic_starts_as_a_reward_model_with_its_head(warm_model, tmp_path):
         ("ppo", "train.parallel=fsdp train.load_shards=true", "train.load_shards cannot be combined with a critic"),
         ("ppo", "inference=ray_transformers", "cannot be combined with engines on a Ray cluster"),
         ("ppo", "environment.on_rewrite=split", "cannot be combined with environment.on_rewrite=split"),
+        ("ppo", "kl.discount=0", "kl.discount has no effect with a critic; set critic.discount"),
         ("ppo", "reference.sync_every=2 kl.coeff=0", "reference.sync_every=2 has no effect with kl.coeff=0"),
         ("ppo", "collector.max_staleness=1", "cannot be combined with sampler.share_weights=true"),
         ("distill", "distill.beta=0.5", "distill.beta has no effect on sampled tokens"),
