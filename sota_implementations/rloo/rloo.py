@@ -120,6 +120,12 @@ def train(cfg: Config, ranks: Ranks) -> None:
 
     # Learning: buffer with leave-one-out advantages, loss, optimizer, schedule
     advantage = MCAdvantage(**method.advantage_arguments)
+    sharp = None  # scorer at half the temperature, for the optimal baseline
+    if keys.SHARP_LOG_PROBS in advantage.credit.reads:
+        if cfg.generate.top_p < 1 or cfg.generate.min_p:
+            raise ValueError("advantage.credit=optimal_token requires generate.top_p=1 and generate.min_p=0")
+        halved = sampling["generate_kwargs"] | {"temperature": cfg.generate.temperature / 2}
+        sharp = trainer.get_new_version(generate_kwargs=halved)
     if cfg.inference.on_ray:  # each rank has only its own rows, and all have their metadata
         check_works_on_metadata(advantage, plan.prompts_per_step)
     buffer = ReplayBuffer(
@@ -221,6 +227,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 continue
             with run.time("train"), sleeping(engine if cfg.inference.sleep else None):
                 if rows is not None:  # 2. compute leave-one-out advantages
+                    if sharp is not None:
+                        source.record_log_probs(rows, sharp, log_probs=keys.SHARP_LOG_PROBS, **limits)
                     record_old_log_probs(run, cfg, rows, source, loss_fn, limits)
                     buffer.extend(rows)
                 outputs, norms, skipped = [], [], 0

@@ -104,6 +104,7 @@ TRAINED = {
     "shared_prefix": ["algorithm=grpo", "train.packing=shared_prefix", "kl.coeff=0.1", "kl.target=0.01"],
     "tokens": ["algorithm=cispo", "train.micro_batch_tokens=300"],
     "greedy": ["algorithm=remax"],
+    "optimal baseline": ["algorithm=rloo", "advantage.credit=optimal_token", "generate.temperature=0.8"],
     "covariance": ["algorithm=kl_cov", "plan.minibatches=2"],
     "adaptive": [
         *("curriculum.pass_rate={}", "curriculum.adaptive_prompts=2", "kl.target=[0.01,0.02]"),

@@ -353,7 +353,7 @@ def check_reference(cfg: RLOOConfig) -> None:
     check_moves(cfg)
     credit = cfg.advantage.get("credit")
     credit = credit.get("name") if isinstance(credit, dict) else credit
-    if cfg.reward.clip_range is not None and credit not in (None, "trajectory"):
+    if cfg.reward.clip_range is not None and credit not in (None, "trajectory", "optimal_token"):
         raise ValueError(
             f"reward.clip_range={cfg.reward.clip_range} has no effect with advantage.credit={credit}, which does not "
             "read the sum of the rewards; set it to null"

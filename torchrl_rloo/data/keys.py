@@ -39,6 +39,7 @@ Optional entries:
 ``PROXIMAL_LOG_PROBS``        ``[T]``      float32  log-prob under the training model before the first update of a batch
 ``PROXIMAL_ENTROPY``          ``[T]``      float32  entropy (nats) of the sampled distribution, from the same pass, on
                                                     action tokens, 0 elsewhere
+``SHARP_LOG_PROBS``           ``[T]``      float32  log-prob under the training model at half the temperature
 ``SUPPORT_IDS``               ``[K]``      int32    ids that the sampler's truncation kept, for all action tokens
 ``SUPPORT_SIZES``             ``[A]``      int32    number of those ids of each action token; ``K`` is their sum
 ``ACTION_VERSIONS``           ``[A]``      int64    policy version that sampled each action token
@@ -99,6 +100,7 @@ LOG_EXTRA = ("next", "log_extra")
 TOKEN_REWARDS = ("next", "token_rewards", "full")
 PROXIMAL_LOG_PROBS = ("proximal_log_probs", "full")
 PROXIMAL_ENTROPY = ("proximal_entropy", "full")
+SHARP_LOG_PROBS = ("sharp_log_probs", "full")
 SUPPORT_IDS = ("support", "ids")
 SUPPORT_SIZES = ("support", "sizes")
 ACTION_VERSIONS = "action_versions"
@@ -140,6 +142,7 @@ RESERVED = frozenset(
         "support",
         "proximal_log_probs",
         "proximal_entropy",
+        "sharp_log_probs",
         ACTION_VERSIONS,
         SAMPLED_MASK,
         STATE_VALUE,

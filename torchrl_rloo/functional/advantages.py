@@ -35,7 +35,7 @@ def _group_max(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return values.new_full((n_groups,), -torch.inf).scatter_reduce(0, groups, values, "amax")[groups]
 
 
-def _subtract_minimum(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def subtract_minimum(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return rewards minus their group's smallest (0 if NaN), valid rewards per group, and the mask of valid rows."""
     valid = ~rewards.isnan()
     r = rewards.double()
@@ -45,7 +45,7 @@ def _subtract_minimum(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torc
 
 def _center(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rewards minus their group's mean (0 if NaN), and the number of valid rewards in the group."""
-    r, count, valid = _subtract_minimum(rewards, groups)
+    r, count, valid = subtract_minimum(rewards, groups)
     return torch.where(valid, r - _group_sum(r, groups) / count.clamp(min=1), 0.0), count
 
 
@@ -72,7 +72,7 @@ def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         >>> leave_one_out(torch.tensor([1.0, 0.0, 0.5, float("nan")]), torch.tensor([0, 0, 0, 0]))
         tensor([ 0.7500, -0.7500,  0.0000,  0.0000])
     """
-    r, count, valid = _subtract_minimum(rewards, groups)
+    r, count, valid = subtract_minimum(rewards, groups)
     baseline = (_group_sum(r, groups) - r) / (count - 1).clamp(min=1)
     return torch.where(valid & (count > 1), r - baseline, 0.0).to(rewards.dtype)
 
@@ -132,7 +132,7 @@ def length_weighted(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.
 
     Shapes: ``rewards [N]``, ``groups [N]``, ``lengths [N]`` to ``[N]``.
     """
-    r, count, valid = _subtract_minimum(rewards, groups)
+    r, count, valid = subtract_minimum(rewards, groups)
     weights = torch.where(valid, lengths.double(), 0.0)
     baseline = _group_sum(weights * r, groups) / _group_sum(weights, groups).clamp(min=1)
     return torch.where(valid & (count > 1), r - baseline, 0.0).to(rewards.dtype)
@@ -146,7 +146,7 @@ def greedy_baseline(rewards: torch.Tensor, groups: torch.Tensor, greedy: torch.T
 
     Shapes: ``rewards [N]``, ``groups [N]``, ``greedy [N]`` bool to ``[N]``.
     """
-    r, _, valid = _subtract_minimum(rewards, groups)
+    r, _, valid = subtract_minimum(rewards, groups)
     known = valid & greedy
     baseline = _group_sum(torch.where(known, r, 0.0), groups)
     return torch.where(valid & ~greedy & (_group_sum(known.double(), groups) > 0), r - baseline, 0.0).to(rewards.dtype)
@@ -159,7 +159,7 @@ def leave_one_out_max(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tens
 
     Shapes: ``rewards [N]``, ``groups [N]`` to ``[N]``.
     """
-    r, count, valid = _subtract_minimum(rewards, groups)
+    r, count, valid = subtract_minimum(rewards, groups)
     best = valid & (r == _group_max(torch.where(valid, r, -torch.inf), groups))
     second = _group_max(torch.where(valid & ~best, r, -torch.inf), groups)
     alone = best & (_group_sum(best.double(), groups) == 1) & (count > 1)

@@ -241,7 +241,7 @@ def _check_kl(method: Preset) -> None:
     """Raise if the advantages or the loss of a method cannot use its KL."""
     where, ratio = method.kl and method.kl.where, method.loss["ratio"]
     credit = _get_name(method.advantage.get("credit"))
-    if where == "reward" and credit not in (None, "trajectory"):
+    if where == "reward" and credit not in (None, "trajectory", "optimal_token"):
         raise ValueError(
             f"kl.where='reward' has no effect with advantage.credit={credit!r}, which does not read the summed reward; "
             "set kl.where='token' or 'loss'"

@@ -55,6 +55,7 @@ _REMEDIES: dict[NestedKey, str] = {
     keys.TOKENS: "keep the tokens in the rows that are written to the buffer",
     keys.ACTION_MASK: "keep the masks in the rows that are written to the buffer",
     keys.LOG_PROBS: "keep the sampler's log-probs in the rows; a KL per token needs them",
+    keys.SHARP_LOG_PROBS: "record_log_probs(scorer at half the temperature, log_probs=...) writes it",
     keys.REF_LOG_PROBS: "a KLRewardTransform with coefficient 0 writes it; a KL per token needs it",
 }
 
@@ -84,7 +85,7 @@ class MCAdvantage(BufferTransform):
             contains it. None is ``"rloo"``, or ``"grpo"`` for ``credit="normalize_then_sum"`` (together: GDPO).
         credit: choice from :data:`~torchrl_rloo.replay.credit.CREDITS`: ``"trajectory"``, one advantage per row;
             ``NormalizeThenSum(weights)``, one advantage per row from separate advantages of the reward functions;
-            ``"turn"`` or ``TurnCredit(discount)``; ``"token"`` or ``TokenCredit(discount)``.
+            ``"turn"`` or ``TurnCredit(discount)``; ``"token"`` or ``TokenCredit(discount)``; ``"optimal_token"``.
         kl: :class:`~torchrl_rloo.objectives.KL` with ``where="token"``. It rewards each action token with
             ``-coeff * kl`` to the reference, and adds the return of these rewards to the advantage, after the baseline.
             The policy's log-probs are the proximal ones if a row has them. None disables it.

@@ -17,6 +17,7 @@ from torchrl_rloo.functional.advantages import (
     answered_mask,
     estimator_option,
     normalize_then_sum,
+    subtract_minimum,
 )
 from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
 from torchrl_rloo.runtime.lookup import Choice, number_field
@@ -216,11 +217,46 @@ class TokenCredit(Credit):
         return Estimates(advantages, has_signal, answered, whole)
 
 
+@dataclass(frozen=True)
+class OptimalTokenCredit(Credit):
+    """One advantage per action token: the reward minus the optimal baseline at its place in the group.
+
+    OTB, Li et al. 2026 (arXiv 2602.07078), whose weights approximate the squared norm of the gradient up to a token::
+
+        A_it = r_i - sum_j r_j W_jt / sum_j W_jt,    W_it = sum_{s <= t} (1 - 2 pi_is + sum_v pi_isv^2)
+
+    The sum over the vocabulary follows from the log-probs of the token at the temperature and at half of it:
+    ``sum_v pi_v^2 = exp(2 log pi - log pi_sharp)``. Where a row alone is as long, it gets 0.
+    """
+
+    reads: ClassVar[tuple[NestedKey, ...]] = (keys.REWARD, keys.LOG_PROBS, keys.SHARP_LOG_PROBS)
+    per_token: ClassVar[bool] = True
+
+    def check_estimator(self, estimator: Estimator) -> None:
+        """Refuse an estimator other than the default, since the baseline is that of the credit."""
+        if estimator is not ESTIMATORS["rloo"]:
+            raise ValueError(f"estimator={estimator_name(estimator)} has no effect with {self}; set estimator='rloo'")
+
+    def __call__(self, groups: Groups) -> Estimates:
+        rewards, actions = torch.stack([row[keys.REWARD].reshape(()) for row in groups.rows]), groups.actions
+        log_probs, sharp = (gather_actions([row[k] for row in groups.rows], actions).double() for k in self.reads[1:])
+        returns, _, answered = subtract_minimum(rewards, groups.index)
+        mask = actions.mask & answered[:, None]
+        norms = 1 - 2 * log_probs.exp() + (2 * log_probs - sharp).exp()
+        weights = torch.where(mask, norms, 0.0).cumsum(1) * mask
+        parts = torch.stack([weights * returns[:, None], weights], 1)
+        weighted, total = torch.zeros_like(parts).index_add(0, groups.index, parts)[groups.index].unbind(1)
+        advantages = returns[:, None] - weighted / total.clamp(min=1e-12)
+        has_signal = mask & groups.has_signal(rewards, groups.index)[:, None]
+        return Estimates(torch.where(has_signal, advantages, 0.0), has_signal, answered, rewards)
+
+
 CREDITS: dict[str, type] = {
     "trajectory": TrajectoryCredit,
     "normalize_then_sum": NormalizeThenSum,
     "turn": TurnCredit,
     "token": TokenCredit,
+    "optimal_token": OptimalTokenCredit,
 }
 
 
