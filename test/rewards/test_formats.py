@@ -139,7 +139,7 @@ def test_weighted_functions_are_the_parts_of_torchrls_gsm8k_parser(think, answer
     parser = GSM8KRewardParser(set_done_if_answer=False)
     theirs = parser._single_correctness_reward("7", *reversed(parser.extract_tags(think + answer)))
     specs = [
-        {"_target_": "regex_format", "name": f"reward_{tag}", "pattern": rf"<{tag}>.*\S.*</{tag}>", "search": True}
+        {"_target_": "regex_format", "name": f"reward_{tag}", "pattern": f"<{tag}>.*[^ ].*</{tag}>", "search": True}
         for tag in ("answer", "think")
     ]
     batch = RewardBatch(["3+4?"], [think + answer], [[1]], {"answer": ["7"]})

@@ -132,3 +132,28 @@ def test_errors():
         InstructionFollowing()(["?"], ["x"], [[1]], kwargs=[[]])
     with pytest.raises(ValueError, match="2 instructions .* as many kwargs, got 1"):
         InstructionFollowing()(["?"], ["x"], [[1]], instruction_id_list=[["a", "b"]], kwargs=[[{}]])
+
+
+@pytest.mark.parametrize(
+    "text, strict, loose",
+    [
+        ("Sure, here it is:\nno comma", 0, 1),
+        ("no comma\nI hope, this helps", 0, 1),
+        ("Well,\nno comma\nBye, now", 0, 1),
+        ("one, two\nthree, four\nfive", 0, 0),
+        ("no comma", 1, 1),
+        ("", 0, 0),
+    ],
+)
+def test_loose_readings_leave_out_the_first_or_the_last_line(text, strict, loose):
+    columns = {"instruction_id_list": [["punctuation:no_comma"]], "kwargs": [[{}]]}
+    for accepted, expected in ((False, strict), (True, loose)):
+        assert InstructionFollowing(loose=accepted)(["?"], [text], [[1]], **columns) == [expected]
+
+
+def test_loose_readings_leave_out_asterisks():
+    columns = {"instruction_id_list": [["startend:end_checker"]], "kwargs": [[{"end_phrase": "The end."}]]}
+    scores = [
+        InstructionFollowing(loose=loose)(["?"], ["**So: The end.**"], [[1]], **columns) for loose in (False, True)
+    ]
+    assert scores == [[0], [1]]

@@ -223,10 +223,7 @@ def bradley_terry(
 
 
 def log_mean_sigmoid(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """Return ``log E[sigmoid(z)]`` of ``z ~ N(mean, variance)`` by Gauss-Hermite quadrature, ``[P]``.
-
-    PURM's code averages ``log sigmoid`` of random samples instead, which is a bound.
-    """
+    """Return ``log E[sigmoid(z)]`` of ``z ~ N(mean, variance)`` by Gauss-Hermite quadrature, ``[P]``."""
     # Nodes and weights from the Jacobi matrix of Hermite polynomials (Golub and Welsch 1969)
     off = torch.arange(1, _NODES, dtype=torch.float64).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))

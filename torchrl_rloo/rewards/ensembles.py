@@ -76,10 +76,7 @@ class Ensemble:
         variances = [None if None in row else pvariance(row) for row in rows]
         if deviations := [math.sqrt(variance) for variance in variances if variance is not None]:
             log_metric(f"{self.__name__}/disagreement", sum(deviations) / len(deviations))
-        pairs = zip(rows, variances, strict=True)
-        return [None if variance is None else self._combine(row, variance) for row, variance in pairs]
-
-    def _combine(self, scores: Sequence[float], variance: float) -> float:
-        if self.worst and not math.isnan(variance):
-            return min(scores)
-        return sum(scores) / len(scores) - self.coefficient * variance
+        if self.worst:  # the minimum with NaN depends on the order
+            return [v if v is None or math.isnan(v) else min(row) for row, v in zip(rows, variances, strict=True)]
+        means = [None if None in row else sum(row) / len(row) for row in rows]
+        return [m if m is None else m - self.coefficient * v for m, v in zip(means, variances, strict=True)]

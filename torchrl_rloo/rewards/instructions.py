@@ -219,14 +219,16 @@ CHECKS: dict[str, Callable[..., bool]] = {
 class InstructionFollowing(RowReward):
     """Reward of 1.0 where a completion follows all instructions of its row, else 0.0. ``partial`` scores their share.
 
-    This is IFEval's strict accuracy: the text is judged unchanged, by its published definitions. An empty text follows
-    no instruction. Checks of languages and of letter case require py3langid, from the extra ``rewards``.
+    This is IFEval's accuracy, by its published definitions. It is strict, or with ``loose`` by any reading of the text
+    without its first line, its last line or asterisks. An empty text follows no instruction. Checks of languages and of
+    letter case require py3langid, from the extra ``rewards``.
 
     Source: Zhou et al. 2023, arXiv 2311.07911.
 
     Args:
         partial: True scores the share of followed instructions (IFEval's instruction level), False 1.0 for all and 0.0
             otherwise (prompt level).
+        loose: True accepts the loose readings.
         ids_column: dataset column of lists of instruction ids in
             :data:`~torchrl_rloo.rewards.instructions.CHECKS`, or None, which abstains.
         arguments_column: dataset column of lists of arguments, a mapping per instruction. None values are dropped.
@@ -243,9 +245,14 @@ class InstructionFollowing(RowReward):
     __name__ = "instruction_following"
 
     def __init__(
-        self, *, partial: bool = False, ids_column: str = "instruction_id_list", arguments_column: str = "kwargs"
+        self,
+        *,
+        partial: bool = False,
+        loose: bool = False,
+        ids_column: str = "instruction_id_list",
+        arguments_column: str = "kwargs",
     ):
-        self.partial, self.ids_column, self.arguments_column = partial, ids_column, arguments_column
+        self.partial, self.loose, self.ids_column, self.arguments_column = partial, loose, ids_column, arguments_column
         self.reads = (ids_column, arguments_column)
 
     def score(self, text: str, ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]) -> float | None:
@@ -256,7 +263,12 @@ class InstructionFollowing(RowReward):
             raise ValueError(
                 f"{len(ids)} instructions {ids} must have as many {self.arguments_column}, got {len(arguments)}"
             )
-        followed = [_follows(text, name, given or {}) for name, given in zip(ids, arguments, strict=True)]
+        lines, texts = text.split("\n"), [text]
+        if self.loose:
+            parts = ["\n".join(part).strip() for part in (lines, lines[1:], lines[:-1], lines[1:-1])]
+            texts += parts + [part.replace("*", "") for part in parts]
+        rows = zip(ids, arguments, strict=True)
+        followed = [any(_follows(reading, name, given or {}) for reading in texts) for name, given in rows]
         return sum(followed) / len(followed) if self.partial else float(all(followed))
 
 

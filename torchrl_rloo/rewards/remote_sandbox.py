@@ -78,13 +78,7 @@ class RemoteSandbox:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        timeout: float = 10.0,
-        memory: int | None = None,
-        retries: int = 4,
-        **settings: Any,
+        self, url: str, *, timeout: float = 10.0, memory: int | None = None, retries: int = 4, **settings: Any
     ):
         if memory is not None and memory < 1 << 20:
             raise ValueError(f"memory={memory} must be at least {1 << 20} bytes, or None")
@@ -117,8 +111,8 @@ class RemoteSandbox:
     def judge(self, tests: Mapping[str, Any], program: Mapping[str, Any]) -> SandboxResult:
         """Run tests and their program; the result's output has a line of JSON ``[passed, reason]`` for each."""
         mark, entries = f"\n{secrets.token_hex(16)}", tests["tests"]
-        asked = [entry[:2] for entry in entries]  # without expected results
-        task = {name: tests[name] for name in ("setup", "library", "partial")} | {"mark": mark, "tests": asked}
+        task = {name: tests[name] for name in ("setup", "library", "partial")} | {"mark": mark}
+        task["tests"] = [entry[:2] for entry in entries]  # without expected results
         task |= {"program": program["prelude"] + program["program"], "candidate": tests["candidate"] or [None, None]}
         result = self.run(_DRIVER, json.dumps(task))
         lines = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.data import keys, load_prompts, stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.envs.text import Outcome, TextSession, text_env
 from torchrl_rloo.envs.text.adapters import detect_style, wrap
 from torchrl_rloo.envs.text.games import GuessNumber
+from torchrl_rloo.replay import ZeroSignalFilter
 
 # The game: "go on" is answered by "turn <n>" and earns 0.5; "stop" ends it and earns 2.
 OPENING = "Say go on, or stop."
@@ -199,6 +201,31 @@ def test_the_same_game_in_any_style_gives_the_same_rows(environment, style, sett
             assert row[keys.TOKENS].tolist() == list(ids)[:-1]  # the template ends in a newline
             assert float(row[keys.REWARD]) == 3.5
             assert stop_reason(row) == "ended" and bool(row[keys.TERMINATED]) and int(row[keys.NUM_TURNS]) == 4
+
+
+def test_scores_of_an_agent_may_decide_which_groups_are_dropped(play: Callable, tokenizer):
+    """As OpenRLHF's dynamic filtering does; the rewards are equal in all groups."""
+    number = itertools.count()
+
+    class Agent:
+        async def reset(self, states):
+            return states
+
+        async def step(self, states):
+            score = float(states["label"] == "mixed" and next(number) % 2)
+            return {"rewards": 1.0, "scores": torch.tensor([score]), "environment_feedback": "", "done": True}
+
+    def scores(rows):
+        return torch.tensor([row["next", "log_extra"]["scores"] for row in rows.unbind(0)])
+
+    prompts = load_prompts(
+        [{"query": [{"role": "user", "content": label}], "label": label} for label in ("mixed", "flat")]
+    )
+    env = text_env(Agent, tokenizer, prompts_per_batch=2, num_generations=4, dataset=prompts)
+    rows = stack_rows(play(env, say))
+    signal = ZeroSignalFilter(returns=scores)
+    assert {row["label"] for row in signal.keep_informative(rows).unbind(0)} == {"mixed"}
+    assert signal.counts == {"zero_signal/kept": 1, "zero_signal/all_wrong": 1}
 
 
 def test_what_is_no_environment_gets_the_list_of_styles():

@@ -137,7 +137,7 @@ class OpenRLHFSession(TextSession):
         self._past += text
         metrics = dict(result.get("extra_logs") or {})
         if result.get("scores") is not None:
-            metrics["scores"] = result["scores"]
+            metrics["scores"] = _number(result["scores"])
         return Outcome(
             feedback=None if done or truncated else await self._text(result["environment_feedback"]),
             reward=_number(result["rewards"]),

@@ -39,8 +39,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class ToolSession:
     """Session that makes the calls of one trajectory and opens a tool's state at the first call that needs it.
 
-    It may be used on any event loop, and closed on another one. Errors of a call become texts for the policy, except
-    that of a tool's host (:class:`ToolHostError`). A call
+    It may be used on any event loop, and closed on another one. Errors of a call become texts for the policy. A call
     that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so that no later call uses it.
     ``timeout`` limits a call, the opening of a state and its closing; a tool's shorter limit applies. The time in which
     a call waits for a thread or for ``limits``, which sessions share, does not count. Images of results go to
