@@ -32,9 +32,11 @@ class TaskBase:
         reward_weights: one weight per reward function; None means 1 each.
         extract_answer: ``f(text) -> answer | None`` for majority votes; None if the task has no votes.
         limits: limits of a conversation, as arguments of :class:`~torchrl_rloo.envs.ChatEnv`.
+        takes_arguments: whether :meth:`load` takes ``arguments`` of an environment or a family of problems.
     """
 
     name: str
+    takes_arguments = False
     reward_weights: Sequence[float] | None
     extract_answer: Callable[[str], str | None] | None = None
     limits: Mapping[str, Any] = MappingProxyType({})
