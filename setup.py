@@ -40,6 +40,10 @@ EXTRAS = {
     "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2"],  # models in GGUF files; transformers 5.24 reads them with both
     "structured": ["xgrammar>=0.2,<0.3"],  # grammars of turns, the same as in vllm 0.32; 0.x
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # procedural problems with verifiers; 0.x
+    "gymnasium": ["gymnasium>=1.1,<2"],  # environments with text or numbers as actions
+    "textarena": ["textarena>=0.7.4,<0.8"],  # text games; 0.x, whose observations follow its classes of state
+    "openenv": ["openenv-core>=0.3,<0.4"],  # client of environment servers; openenv 0.10 needs mcp 1
+    "verifiers": ["verifiers>=0.4,<0.5"],  # v1 environments, played at the endpoint; Python 3.11
     "rewards": [
         "math-verify>=0.9,<0.10",  # mathematical equality of answers
         "jsonschema>=4.18,<5",  # validation of JSON; the first version that does not fetch references
@@ -73,6 +77,8 @@ EXTRAS["test"] = [
     *EXTRAS["gguf"],
     *EXTRAS["structured"],
     *EXTRAS["reasoning-gym"],
+    *EXTRAS["gymnasium"],
+    *EXTRAS["textarena"],  # not openenv and verifiers: .ci/environments.py tries them
     *EXTRAS["rewards"],
     *EXTRAS["tools"],
     *EXTRAS["agents"],

@@ -30,6 +30,7 @@ from support.tutorials import shortened  # noqa: E402
 
 OPTIONS = "plan.steps=1 plan.prompts_per_step=2 plan.num_generations=2 data.eval_size=2 generate.max_new_tokens=4"
 SERVER = ROOT / "test" / "envs" / "tools" / "mcp_server.py"
+TEXT = ROOT / "test" / "envs" / "text"
 RLOO = f"torchrl-rloo run rloo model.name=MODEL {OPTIONS}"
 LORA = "lora={r:2,target_modules:all-linear}"
 # Random weights earn nothing, which the checks say with exit code 1
@@ -64,6 +65,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "reasoning-gym": (
         "from torchrl_rloo.envs.tasks.reasoning_gym import ReasoningGym; ReasoningGym().load(limit=2, eval_size=2)",
     ),
+    "gymnasium": (f"{RLOO} task=gymnasium data.name=Blackjack-v1",),
+    "textarena": (f"{RLOO} task=textarena data.name=GuessTheNumber-v0",),
+    "openenv": (f"python {TEXT / 'openenv_rows.py'}",),
+    "verifiers": (f"python {TEXT / 'verifiers_rows.py'}",),
     "rewards": (
         f"{RLOO} 'reward.functions=[{{_target_:accuracy,column:answer}}]'",
         "from torchrl_rloo.rewards.formats import JSONSchema; JSONSchema({'type': 'object'})",

@@ -24,12 +24,14 @@ from torchrl_rloo import modules
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.cli.rescore import replay
 from torchrl_rloo.embedded.resolve import EMBEDDED_TASKS
+from torchrl_rloo.envs.tasks.environments import EnvironmentTask
 from torchrl_rloo.envs.tasks.registry import TASKS
 
 CONFIG = recipe_file("rloo").parent / "config"
 TASK_FILES = sorted(path.stem for path in (CONFIG / "task").glob("*.yaml"))
 PICTURES = ("chartqa", "geometry3k", "shapes")  # for vision-language models
-OF_FORMATS = [name for name in TASK_FILES if hasattr(TASKS.get(name), "dataset") and name not in ("custom", *PICTURES)]
+NO_FORMATS = ("custom", *PICTURES, *(name for name, task in TASKS.items() if isinstance(task, EnvironmentTask)))
+OF_FORMATS = [name for name in TASK_FILES if hasattr(TASKS.get(name), "dataset") and name not in NO_FORMATS]
 BAD = {
     "hangs": (0, "timed_out"),  # at answers of this remainder
     "raises": (1, "raised"),

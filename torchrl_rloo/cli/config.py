@@ -100,7 +100,8 @@ class DataConfig:
 
     source: str | None = None  # hub id, .jsonl/.json/.parquet/.csv file, saved dataset or embedded; null: the task's
     split: str | None = None  # split of source; null: train, or the task's
-    name: str | None = None  # configuration of a hub dataset; null: its default
+    name: str | None = None  # configuration of a hub dataset, family or environment; null: its default
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the family or environment: {max_number: 9}
     eval_source: str | None = None  # held-out prompts; null: split off source, or the published test split
     eval_split: str | None = None  # split of eval_source; null: the same as of source
     eval_size: Count = 256  # largest number of held-out prompts
@@ -133,6 +134,8 @@ class DataConfig:
     ) -> tuple[PromptDataset, PromptDataset]:
         """Load the prompts to train on, and the held-out ones."""
         options = non_null_fields(self, "examples", "shuffle") | ({"chat": False} if self.examples else {})
+        if not task.takes_arguments and options.pop("arguments"):
+            raise ValueError(f"data.arguments={self.arguments} has no effect with task={task.name}; set it to {{}}")
         train, held_out = self.show_examples(tokenizer, *task.load(**options, seed=seed, tokenizer=tokenizer))
         train.in_order = not self.shuffle
         return train, held_out

@@ -12,11 +12,13 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.envs.tasks import load_task
+from torchrl_rloo.envs.tasks.environments import EnvironmentTask
 from torchrl_rloo.envs.tasks.registry import TASKS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 
-STANDARD = [name for name in TASKS if name != "custom"]  # custom has no dataset, rewards or scorer
+# custom and environments have no dataset, rewards or scorer
+STANDARD = [name for name, task in TASKS.items() if name != "custom" and not isinstance(task, EnvironmentTask)]
 PICTURES = ["geometry3k", "chartqa"]  # for vision-language models
 
 

@@ -34,9 +34,11 @@ class TaskBase:
         extract_answer: ``f(text) -> answer | None`` for majority votes; None if the task has no votes.
         limits: limits of a conversation, as arguments of :class:`~torchrl_rloo.envs.ChatEnv`.
         different_limits: values by task of each limit that the tasks of a mixture do not share, which the user sets.
+        takes_arguments: whether :meth:`load` takes ``arguments`` of an environment or a family of problems.
     """
 
     name: str
+    takes_arguments = False
     reward_weights: Sequence[float] | None
     extract_answer: Callable[[str], str | None] | None = None
     limits: Mapping[str, Any] = MappingProxyType({})

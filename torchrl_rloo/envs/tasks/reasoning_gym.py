@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,22 +27,28 @@ def reasoning_gym_score(
     Args:
         prompts: unused.
         completions: texts, or lists of messages, of which the last counts.
-        entry: problems of reasoning-gym as JSON.
+        entry: problems of reasoning-gym as Python literals, or as JSON.
         **columns: unused.
     """
     scores = []
     for completion, text in zip(completions, entry, strict=True):
         answer = completion if isinstance(completion, str) else completion[-1]["content"]
-        problem = json.loads(text)
-        scores.append(float(_dataset(problem["metadata"]["source_dataset"]).score_answer(answer.strip(), problem)))
+        problem = json.loads(text) if text.startswith('{"') else ast.literal_eval(text)
+        scores.append(float(_family(problem["metadata"]["source_dataset"]).score_answer(answer.strip(), problem)))
     return scores
 
 
 @cache
-def _dataset(name: str, **arguments: int) -> Any:
-    """Return a dataset of a family of problems; its verifier does not depend on the arguments."""
+def _family(name: str) -> Any:
+    """Return a dataset of a family of problems, for its verifier, which does not depend on the arguments."""
+    return _dataset(name)
+
+
+def _dataset(name: str, **arguments: Any) -> Any:
+    """Return a dataset of a family of problems."""
     try:
         import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ImportError(
@@ -52,7 +59,13 @@ def _dataset(name: str, **arguments: int) -> Any:
             f"data.name={name!r} is no family of reasoning-gym{did_you_mean(name, DATASETS)}; valid: "
             f"{', '.join(sorted(DATASETS))}"
         )
-    return reasoning_gym.create_dataset(name, **arguments)
+    if "datasets" in arguments:  # of composite
+        spec = {"weight": 1.0, "config": {}}
+        arguments["datasets"] = [DatasetSpec(**spec | dict(part)) for part in arguments["datasets"]]
+    try:
+        return reasoning_gym.create_dataset(name, **arguments)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"data.arguments={arguments} cannot be those of {name!r}: {error}; correct them") from error
 
 
 class ReasoningGym(TaskBase):
@@ -62,6 +75,7 @@ class ReasoningGym(TaskBase):
     """
 
     name = "reasoning_gym"
+    takes_arguments = True
     reward_weights = None
     rewards = ("torchrl_rloo.envs.tasks.reasoning_gym.reasoning_gym_score",)
 
@@ -70,6 +84,7 @@ class ReasoningGym(TaskBase):
         source: Any = None,
         *,
         name: str = "chain_sum",
+        arguments: Mapping[str, Any] | None = None,
         eval_size: int = 256,
         seed: int = 0,
         limit: int | None = None,
@@ -79,7 +94,9 @@ class ReasoningGym(TaskBase):
 
         Args:
             source: None or ``"embedded"``: there is no other source.
-            name: families, joined by ``+``, of which the problems take turns.
+            name: families, joined by ``+``, of which the problems take turns; or ``"composite"``.
+            arguments: arguments of the families, such as ``{"min_terms": 2}``. Those of ``"composite"`` are its parts
+                with weights: ``{"datasets": [{"name": "gcd", "weight": 2, "config": {"max_num": 50}}, ...]}``.
             eval_size: number of held-out problems, at most.
             seed: seed of the problems.
             limit: number of training problems, at most; None is ``TRAIN_SIZE``.
@@ -91,8 +108,8 @@ class ReasoningGym(TaskBase):
         if source not in (None, EMBEDDED) or kwargs.get("eval_source") is not None:
             raise ValueError(f"data.source={source!r} has no effect with task=reasoning_gym; set data.name to a family")
         families = name.split("+")
-        held_out = _generate(families, eval_size, seed + _HELD_OUT_SEED, set())
-        train = _generate(families, limit or TRAIN_SIZE, seed, {row["prompt"] for row in held_out})
+        held_out = _generate(families, arguments or {}, eval_size, seed + _HELD_OUT_SEED, set())
+        train = _generate(families, arguments or {}, limit or TRAIN_SIZE, seed, {row["prompt"] for row in held_out})
         return load_prompts(train, **kwargs), load_prompts(held_out, **kwargs)
 
     def make_rewards(self) -> list[RewardFunction]:
@@ -104,14 +121,21 @@ class ReasoningGym(TaskBase):
         return reasoning_gym_score
 
 
-def _generate(families: Sequence[str], size: int, seed: int, excluded: set[str]) -> list[dict[str, Any]]:
+def _generate(
+    families: Sequence[str], arguments: Mapping[str, Any], size: int, seed: int, excluded: set[str]
+) -> list[dict[str, Any]]:
     """Return ``size`` problems in turn of the families, each prompt once and none that is excluded."""
     rows: dict[str, dict[str, Any]] = {}
     each = -(-size // len(families))
+    datasets = [_dataset(family, **arguments, size=each, seed=seed) for family in families]
     for i in range(each):
-        for family in families:
-            entry = _dataset(family, size=each, seed=seed)[i]
+        for dataset in datasets:
+            entry = dataset[i]
             if entry["question"] not in excluded:
-                text = json.dumps(entry, default=str)
+                text = repr(entry)  # keeps tuples, which verifiers compare
+                try:
+                    ast.literal_eval(text)
+                except (ValueError, SyntaxError):
+                    text = json.dumps(entry, default=str)
                 rows[entry["question"]] = {"prompt": entry["question"], "answer": entry["answer"], "entry": text}
     return list(rows.values())[:size]

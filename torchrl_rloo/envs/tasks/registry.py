@@ -9,6 +9,7 @@ from torchrl.envs import Transform
 
 from torchrl_rloo.envs.tasks.answers import COUNTDOWN, GSM8K, INSTRUCTIONS, MATH, MULTIPLE_CHOICE, SUMS
 from torchrl_rloo.envs.tasks.base import Scorer, Task, TaskBase
+from torchrl_rloo.envs.tasks.environments import GYMNASIUM, OPENENV, TEXTARENA, VERIFIERS
 from torchrl_rloo.envs.tasks.pictures import CHARTQA, GEOMETRY3K
 from torchrl_rloo.envs.tasks.programs import CODE, REPOSITORY
 from torchrl_rloo.envs.tasks.reasoning_gym import ReasoningGym
@@ -46,7 +47,7 @@ TASKS: dict[str, TaskBase] = {
     task.name: task
     for task in (
         *(SUMS, GSM8K, MATH, COUNTDOWN, INSTRUCTIONS, MULTIPLE_CHOICE, CODE, REPOSITORY),
-        *(GEOMETRY3K, CHARTQA, ReasoningGym(), CUSTOM),
+        *(GEOMETRY3K, CHARTQA, ReasoningGym(), GYMNASIUM, OPENENV, TEXTARENA, VERIFIERS, CUSTOM),
     )
 }
 

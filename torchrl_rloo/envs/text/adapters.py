@@ -179,10 +179,8 @@ FORMAT = "Write exactly one command for the shell in a block between ``` and ```
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _SCORE = r"{} Score: \{{[^}}]*?: *(-?[\d.]+(?:[eE][-+]?\d+)?)"
 
-Scores = tuple[float, float]
 
-
-def read_scores(observation: str) -> Scores | None:
+def read_scores(observation: str) -> tuple[float, float] | None:
     """Return the evaluation's score and the baseline's in an answer of MLGym, or None if it has no evaluation."""
     found = [re.search(_SCORE.format(name), observation) for name in ("Evaluation", "Baseline")]
     return None if None in found else (float(found[0].group(1)), float(found[1].group(1)))
@@ -191,33 +189,20 @@ def read_scores(observation: str) -> Scores | None:
 class MLGymWrapper(EnvSession):
     """Session of an MLGym environment (https://github.com/facebookresearch/MLGym), for ``text_env``.
 
-    It needs MLGym's interface only, not its package: Gymnasium's ``reset`` and ``step`` of a command, where the first
-    observation may be missing, ``step`` may lack ``truncated``, and the reward is 0.
-
-    - The policy's command is the last block between triple backticks in its turn. A turn without one gets
-      a message and ``format_reward``, and does not step the environment.
-    - The reward of an evaluation is the change of its score since the last one, or since the baseline's. So the return
-      is the last score minus the baseline's, and repeated evaluations earn nothing.
-
-    Differences from TorchRL's class of the same name: it is a session, not an ``EnvBase``, so conversations run in
-    parallel. TorchRL adds evaluation minus baseline at every evaluation, which rewards repeating it.
+    The last block between triple backticks of a turn is its command; a turn without one gets a message. The return is
+    the last score minus the baseline's: each evaluation earns the change of the score, so repeating one earns nothing.
+    TorchRL's class of the same name is an ``EnvBase``, and adds evaluation minus baseline at every evaluation.
 
     Args:
         env: environment of this conversation, or a function that makes it.
         task: first message if ``reset`` has no observation. None uses the row's ``"query"``.
-        state: function of the environment that describes its state, such as ``lambda env: env.communicate("state")``,
-            appended to each observation. None appends nothing.
-        scores: function from an observation to ``(evaluation, baseline)`` or None; see :func:`read_scores`.
+        state: function of the environment whose text is appended to each observation. None appends nothing.
         lower_is_better: whether a smaller score is better.
         format_reward: reward of a turn without a command.
 
     Example::
 
-        def make():
-            return MLGymWrapper(lambda: gymnasium.make("mlgym/titanic", devices=["cpu_0"]).unwrapped, task=TASK)
-
-
-        env = text_env(make, tokenizer, prompts_per_batch=1, num_generations=8, timeout=600.0)
+        env = text_env(lambda: MLGymWrapper(make_titanic, task=TASK), tokenizer, prompts_per_batch=1, timeout=600.0)
     """
 
     def __init__(
@@ -226,45 +211,33 @@ class MLGymWrapper(EnvSession):
         *,
         task: str | Messages | None = None,
         state: Callable[[Any], str] | None = None,
-        scores: Callable[[str], Scores | None] = read_scores,
         lower_is_better: bool = False,
         format_reward: float = 0.0,
     ):
         super().__init__(env)
-        self.task, self.state, self.scores = task, state, scores
-        self.sign = -1.0 if lower_is_better else 1.0
-        self.format_reward = format_reward
-        self._last: float | None = None
+        self.task, self.state, self.format_reward = task, state, format_reward
+        self.sign, self._last = -1.0 if lower_is_better else 1.0, None
 
     async def reset(self, row: dict[str, Any]) -> Messages | None:
         """Make and reset the environment, and return the first observation, the task or None."""
-        if not hasattr(self.env, "reset"):
-            self.env = await call(self.env)
+        self.env = self.env if hasattr(self.env, "reset") else await call(self.env)
         first = await super().reset(row)
         return first if first is not None or self.task is None else as_messages(self.task, "task")
 
     async def step(self, text: str) -> Outcome:
         """Run the turn's command; see :meth:`TextSession.step`."""
-        blocks = _BLOCK.findall(text)
-        if not blocks:
+        if not (blocks := _BLOCK.findall(text)):
             return Outcome(feedback=FORMAT, reward=self.format_reward)
-        observation, reward, *ended, info = await self._take(blocks[-1].strip())
-        outcome = await self._outcome(observation, reward, *ended, info)
-        if (found := self.scores(observation or "")) is None:
+        result = await self._take(blocks[-1].strip())
+        outcome = await self._outcome(*result)
+        if (scores := read_scores(result[0] or "")) is None:
             return outcome
-        evaluation, baseline = found
-        gained = self.sign * (evaluation - (baseline if self._last is None else self._last))
-        self._last = evaluation
-        return replace(outcome, reward=outcome.reward + gained, metrics=outcome.metrics | {"score": evaluation})
-
-    async def close(self) -> None:
-        """Close the environment if it was made."""
-        if hasattr(self.env, "reset"):
-            await super().close()
+        before, self._last = scores[1] if self._last is None else self._last, scores[0]
+        gained = self.sign * (self._last - before)
+        return replace(outcome, reward=outcome.reward + gained, metrics=outcome.metrics | {"score": self._last})
 
     async def _text(self, observation: Any) -> Messages | None:
-        if isinstance(observation, dict):  # of reset
-            observation = observation.get("observation")
+        observation = observation.get("observation") if isinstance(observation, dict) else observation  # of reset
         if observation is None:
             return None
         said = observation or "(no output)"

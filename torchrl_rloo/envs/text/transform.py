@@ -58,7 +58,7 @@ class TextEnvTransform(TurnTransform):
         make_session: factory of a conversation's session, see :func:`~torchrl_rloo.envs.text.adapters.wrap`.
         timeout: time limit of a session's opening, closing and each turn, in seconds; None disables it. A sync
             environment that takes longer is abandoned on its thread.
-        system_prompt: system message of openings that have none; None adds none.
+        system_prompt: system message of openings that have none; None adds that of the row's query, if any.
         max_consecutive_failures: number of consecutive failures after which the next reset stops the run, since it
             would learn nothing; None disables it.
 
@@ -160,8 +160,11 @@ class TextEnvTransform(TurnTransform):
         except Exception as error:
             await self._fail(row)
             return error
-        if self.system_prompt is not None and not any(m["role"] == "system" for m in opening):
-            opening = [{"role": "system", "content": self.system_prompt}, *opening]
+        if not any(m["role"] == "system" for m in opening):
+            own = [m for m in as_messages(columns[keys.QUERY], "the query") if m["role"] == "system"]
+            if self.system_prompt is not None:
+                own = [{"role": "system", "content": self.system_prompt}]
+            opening = [*own, *opening]
         return opening
 
     async def _fail(self, row: TensorDictBase) -> None:
