@@ -45,10 +45,11 @@ class WeightUpdater(ABC):
 
     Attributes:
         version: last version spent. 0 names the initial weights.
+        training_model: model whose weights are sent; None if unknown.
     """
 
     version: int = 0
-    training_model: nn.Module | None = None  # whose weights are sent
+    training_model: nn.Module | None = None
     _current_version: int = 0
 
     @property
