@@ -122,6 +122,14 @@ collector = LLMCollector(
     env, TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "seed": 0})
 )
 """,
+    "docs/concepts/staleness.md": _PARTS
+    + """
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.modules import TransformersWrapper
+model = build_model(tokenizer, seed=0)
+policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "seed": 0})
+trainer, rows = policy.get_new_version(generate=False), LLMCollector(env, policy).collect()
+""",
     "docs/how-to/stored-rollouts.md": _PARTS
     + """
 from torchrl.data import ReplayBuffer
