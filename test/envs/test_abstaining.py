@@ -106,7 +106,7 @@ def check_group(rows: TensorDictBase, scorer: TransformersWrapper) -> None:
     rewards, failed = rows[keys.REWARD].flatten(), rows[keys.REWARD].flatten().isnan()
     assert int(failed.sum()) == 1 and bool((rewards[~failed] == rewards[~failed][0]).all())
     assert bool(rows[keys.REWARDS][failed].isnan().all()) and not bool(rows[keys.REWARDS][~failed].isnan().any())
-    for estimator in ESTIMATORS:
+    for estimator in ESTIMATORS.keys() - {"remax"}:  # it needs a greedy member
         buffer = ReplayBuffer(storage=RowStorage(), transform=MCAdvantage(G, estimator=estimator), batch_size=G)
         buffer.extend(rows)
         advantages = buffer[:]["advantage"].flatten()

@@ -215,7 +215,9 @@ def advantages(transform, rows) -> list[tuple[int, float]]:
     return [(n, float(row.get(keys.ADVANTAGE, torch.zeros(1)))) for n, row in zip(lengths, left.unbind(0), strict=True)]
 
 
-WORKING = {name: {"estimator": name} for name in ESTIMATORS} | {
+NEED_ROWS = {"opo", "remax"}  # lengths, and a greedy member
+WORKING = {name: {"estimator": name} for name in ESTIMATORS.keys() - NEED_ROWS} | {
+    "pass_at_k": {"estimator": {"name": "pass_at_k", "k": 2}},
     "gdpo": {
         "credit": {"name": "normalize_then_sum", "weights": [1.0, 2.0]},
         "normalize": {"name": "whiten", "groups": 3},

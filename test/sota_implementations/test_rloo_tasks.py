@@ -71,7 +71,7 @@ def table(output: Path, name: str) -> list[dict]:
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks
-@pytest.mark.parametrize("task", [name for name in TASK_FILES if name not in ("custom", *PICTURES)])
+@pytest.mark.parametrize("task", [name for name in TASK_FILES if name not in NO_FORMATS])
 def test_every_task_runs_on_its_generated_rows(tiny, tmp_path, task):
     run([*tiny, f"task={task}", "data.source=embedded", "eval.num_samples=2", "eval.ks=[1,2]"], tmp_path)
     records = read_jsonl(tmp_path / "metrics.jsonl")

@@ -22,7 +22,7 @@ from torchrl_rloo.runtime.http import ReplyError, strict_json
 from torchrl_rloo.runtime.masking import mask_command, mask_settings
 
 # Rewards that run programs, models or services, which have separate limits and tests
-ELSEWHERE = {"code_tests", "llm_judge", "remote_scorer", "sequence_classifier"}
+ELSEWHERE = {"code_tests", "ensemble", "llm_judge", "remote_scorer", "sequence_classifier"}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "accuracy": {"timeout": 0.5},

@@ -77,6 +77,8 @@ def build_rows(step: int, scorer: TransformersWrapper) -> TensorDictBase:
                 keys.ATTENTION_MASK: torch.ones(len(tokens), dtype=torch.bool),
                 keys.TRUNCATED: torch.tensor([number(0, 4) == 0]),
                 keys.REWARD: torch.tensor([[reward]]),
+                keys.REWARDS: torch.tensor([reward]),
+                keys.ORIGIN: torch.tensor(keys.SAMPLED if member else keys.GREEDY),  # which remax reads
             }
             rows.append(TensorDict(entries, []))
     rows = stack_rows(rows)
@@ -133,6 +135,7 @@ def train(
             max_new_tokens=14,
             prompts_per_step=GROUPS,
             num_generations=case.get("members", MEMBERS),
+            reward_weights=[1.0],
         )
         advantage, loss_arguments = method.advantage_arguments, method.loss_arguments
     if case.get("checkpointing"):

@@ -25,9 +25,10 @@ from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, shard_model
 
 LAYOUTS = tuple(itertools.product(PACKINGS, ("ddp", "fsdp")))
+FITTING = {"pass_at_k": {"advantage": {"estimator": {"k": 2, "success": 0.5}}}}  # groups have three members
 # One case for each preset, of changing layouts
 CASES: list[dict[str, Any]] = [
-    {"preset": preset, "steps": 2, "packing": packing, "parallel": parallel}
+    {"preset": preset, "steps": 2, "packing": packing, "parallel": parallel, **FITTING.get(preset, {})}
     for preset, (packing, parallel) in zip(PRESETS, itertools.cycle(LAYOUTS), strict=False)
 ]
 # Ways to cut up the work; with two tokens in a pass, most ranks run some passes without rows

@@ -16,7 +16,7 @@ from typing import Any
 from torchrl_rloo.runtime.event_loop import call
 from torchrl_rloo.runtime.lookup import import_object
 
-_COLORED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")  # a drawing marks the player's place so
+_COLORED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")  # a drawing marks the player's place so
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 _BRACKETED = re.compile(r"\[[^][\n]+\]")
 _RANDOM = Lock()
