@@ -234,6 +234,10 @@ def test_text_needs_no_extra_quotes(text):
     assert cfg.data.system_prompt == text.strip("'")
 
 
+def test_the_address_of_an_environment_is_no_path():
+    assert settings("rloo", "task=openenv", "data.source=http://127.0.0.1:8000").data.source.endswith(":8000")
+
+
 def test_choices_are_those_of_the_library():
     settings = {s.name: s.limits.replace("`", "").split(", ") for s in iter_settings(load_recipe("rloo").Config)}
     assert set(settings["algorithm"]) == {name for name, preset in PRESETS.items() if not preset.critic}

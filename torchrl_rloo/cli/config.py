@@ -98,7 +98,7 @@ class ModelConfig:
 class DataConfig:
     """Training and held-out prompts."""
 
-    source: str | None = None  # hub id, .jsonl/.json/.parquet/.csv file, saved dataset or embedded; null: the task's
+    source: str | None = None  # hub id, .jsonl/.json/.parquet/.csv file, saved dataset, URL or embedded; null: task's
     split: str | None = None  # split of source; null: train, or the task's
     name: str | None = None  # configuration of a hub dataset, family or environment; null: its default
     arguments: dict[str, Any] = field(default_factory=dict)  # of the family or environment: {max_number: 9}
@@ -118,7 +118,8 @@ class DataConfig:
     streaming: Count | None = None  # read rows as they are drawn, and shuffle among this many; null: read all at once
 
     def __post_init__(self):
-        check_path("data.source", self.source or "")
+        if not (self.source or "").startswith(("http://", "https://")):  # the address of an environment
+            check_path("data.source", self.source or "")
         check_path("data.eval_source", self.eval_source or "")
         if self.streaming is not None:
             stream = f"data.streaming={self.streaming}"
