@@ -19,7 +19,7 @@ class Config(c.RunConfig):
     """Settings of the loop; add your own."""
 
     output_dir: str = "outputs/simple/${task.name}/seed${seed}"  # directory of checkpoints, metrics, report and model
-    eval_every: Whole = 20  # steps between evaluations, also after the first and the last step; 0: only after these
+    eval_every: Whole = 20  # steps between evaluations; 0: only before the first and after the last step
     task: c.TaskConfig = field(default_factory=c.TaskConfig)
     model: c.ModelConfig = field(default_factory=c.ModelConfig)
     data: c.DataConfig = field(default_factory=c.DataConfig)
@@ -28,6 +28,7 @@ class Config(c.RunConfig):
     environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
     optimizer: c.OptimizerConfig = field(default_factory=c.OptimizerConfig)
     log: c.LoggerConfig = field(default_factory=c.LoggerConfig)
+    unused = ("plan.epochs",)  # settings of these sections that the loop does not read
 
 
 if __name__ == "__main__":  # parse before torch is imported, so --help and wrong settings respond at once
@@ -54,15 +55,13 @@ from torchrl_rloo.weight_update import InProcessWeightUpdater
 
 
 def main(cfg: Config) -> None:
-    # Task and model
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     task, plan = cfg.task.make(), cfg.plan
     model, tokenizer = cfg.model.load(resolve_model(cfg.model.name, cfg.seed, task.name, log=print))
     train_set, eval_set = cfg.data.load(task, tokenizer, cfg.seed)
-    # Sampling; replace the rewards by your own functions of completions
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=cfg.generate.arguments(cfg.seed))
-    rewards = RewardTransform(task.make_rewards(), weights=task.reward_weights)
+    rewards = RewardTransform(task.make_rewards(), weights=task.reward_weights)  # or your own functions
     make_transforms, chat = cfg.environment.make(task, context_length(model))
     chat |= {"template_kwargs": cfg.data.template_kwargs}
     sizes = {"prompts_per_batch": plan.prompts_per_step, "num_generations": plan.num_generations, "seed": cfg.seed}
@@ -70,13 +69,14 @@ def main(cfg: Config) -> None:
     collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, model), seed=cfg.seed)
     scoring = {"extract": task.extract_answer, "make_transforms": make_transforms, "env_kwargs": chat}
     evaluation = Evaluation(policy, eval_set, task.make_scorer(), **scoring)
-    # Learning
     buffer = ReplayBuffer(storage=RowStorage(), sampler=SamplerWithoutReplacement(), transform=MCAdvantage())
     loss_fn, optimizer = RLOOLoss(policy.get_new_version(generate=False)), cfg.optimizer.make(model)
     parts = {"model": model, "optimizer": optimizer, "collector": collector, "buffer": buffer}
     with Run(cfg.output_dir, plan.steps, parts, health=cfg.health.make(), **cfg.run_arguments()) as run:
         report = RunReport(run, command_line())
-        for step in run.steps():  # a stopped or killed run continues here, with the same bits
+        if run.step == 0:
+            run.log(evaluation.run().metrics)
+        for _ in run.steps():  # a stopped or killed run continues here, with the same bits
             rows = collector.collect()  # 1. sample whole groups
             buffer.extend(tensor_rows(rows))  # 2. compute leave-one-out advantages
             for batch in minibatches(buffer, plan.minibatches, plan.epochs_per_batch):  # 3. optimize
@@ -86,7 +86,7 @@ def main(cfg: Config) -> None:
             collector.update_policy_weights_()  # 4. send the weights to the sampler
             run.log(completion_metrics(rows, rewards.names, rewards.weights))
             run.log(merge_outputs(outputs) | {"grad_norm": float(norm)})
-            if step == 1 or run.is_due(cfg.eval_every) or run.is_last:  # 5. evaluate on held-out prompts
+            if run.is_due(cfg.eval_every) or run.is_last:  # 5. evaluate on held-out prompts
                 result = evaluation.run()
                 run.log(result.metrics)
                 run.log_table("held-out completions", result.table(cfg.log.samples))
