@@ -235,13 +235,13 @@ def held_out_prompts(cfg: Config, task: TaskBase, tokenizer: object) -> PromptDa
     """Load the prompts that training with these settings holds out, or only ``eval_source``."""
     if cfg.data.eval_source is None or cfg.data.source is not None:
         return cfg.data.load(task, tokenizer, cfg.seed)[1]
-    options = non_null_fields(cfg.data, "eval_source", "eval_split", "examples", "shuffle", "streaming")
+    own = ("eval_source", "eval_split", "examples", "shuffle", "streaming", "arguments")
+    options = non_null_fields(cfg.data, *own)
     options |= {"split": cfg.data.eval_split} if cfg.data.eval_split else {}
     if cfg.data.examples:  # they are the first prompts of the source
         options |= {"chat": False, "eval_size": cfg.data.eval_size + cfg.data.examples}
-    return cfg.data.show_examples(tokenizer, task.load_held_out(cfg.data.eval_source, **options, tokenizer=tokenizer))[
-        0
-    ]
+    held_out = task.load_held_out(cfg.data.eval_source, **options, tokenizer=tokenizer)
+    return cfg.data.show_examples(tokenizer, held_out)[0]
 
 
 if __name__ == "__main__":
