@@ -65,6 +65,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         Transform.__init__(self)
         self.dataset, self.num_generations, self.shuffle = dataset, primer.num_generations, primer.shuffle
         self.epochs, self.sampler, self.first_group_id = primer.epochs, primer.sampler, primer.first_group_id
+        self.greedy, self.demonstrations = primer.greedy, primer.demonstrations
         self._journal: list[tuple[int, int]] | None = None
         self._open: list[tuple[int, int]] = []  # draws that a state holds as re-queued, within with_requeued
         settings = {**kwargs, "dataset": dataset.fingerprint, "sampler": type(primer.sampler).__name__}
