@@ -216,7 +216,7 @@ def advantages(transform, rows) -> list[tuple[int, float]]:
 
 
 NEED_ROWS = {"opo", "remax"}  # lengths, and a greedy member
-WORKING = {name: {"estimator": name} for name in ESTIMATORS.keys() - NEED_ROWS} | {
+WORKING = {name: {"estimator": name} for name in ESTIMATORS if name not in NEED_ROWS} | {
     "pass_at_k": {"estimator": {"name": "pass_at_k", "k": 2}},
     "gdpo": {
         "credit": {"name": "normalize_then_sum", "weights": [1.0, 2.0]},
