@@ -8,9 +8,12 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 from support.recipes import load_recipe, run_recipe_here, settings
 from support.runs import read_jsonl
+from torchrl_rloo.cli.config import LogConfig
 from torchrl_rloo.cli.fields import iter_settings
 from torchrl_rloo.cli.held_out import EvalSet, longest_conversation
 from torchrl_rloo.cli.main import recipe_file
@@ -216,6 +219,7 @@ EARLY = [  # refused before torch is imported
     ("task.mixture=addition", "task.mixture=addition must be null or a mapping of settings"),
     ("inference.engine=vllm", "inference.engine=vllm must be null or a mapping of settings"),
     ("inference.engine.dtype=bfloat16", "choose one as well, such as inference=vllm"),
+    ("curriculum.rerolls={max_groups:1,max_share:0.2}", "max_groups cannot be combined with max_share"),
     ("inference.sleep=true", "inference.sleep requires an engine, such as inference=vllm"),
     ("inference.self_test=false", "inference.self_test requires an engine"),
 ]
@@ -232,6 +236,20 @@ def test_a_wrong_setting_is_refused_at_once(bad, message):
 def test_text_needs_no_extra_quotes(text):
     cfg = settings("rloo", f"data.system_prompt={text}")
     assert cfg.data.system_prompt == text.strip("'")
+
+
+def test_rerolls_begin_and_are_limited_in_groups():
+    cfg = settings("rloo", "curriculum.rerolls={max_groups:2,start_fraction:0.5}")
+    task, rewards = SimpleNamespace(make_sampler=lambda prompts: None), SimpleNamespace(returns=lambda raw: None)
+    plan = SimpleNamespace(prompts_per_step=16, num_generations=8, steps=100)
+    rerolls = cfg.curriculum.make_sampler(task, range(50), rewards, plan)
+    assert (rerolls.spacing, rerolls.start) == (16 / 2, 0.5 * 100 * 16)
+
+
+def test_a_table_may_show_one_completion_of_each_prompt():
+    rows = TensorDict({"prompt_id": torch.tensor([7, 7, 3, 3, 5]), "row": torch.arange(5)}, [5])
+    for options, shown in (({}, [0, 1, 2]), ({"unique_prompts": True}, [0, 2, 4])):
+        assert LogConfig(samples=3, **options).choose(rows)["row"].tolist() == shown
 
 
 def test_the_address_of_an_environment_is_no_path():
