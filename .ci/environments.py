@@ -62,6 +62,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "peft": (f"{RLOO} '{LORA}'",),
     "qlora": (f"{RLOO} '{LORA}' model.quantization=nf4",),
     "gguf": (_GGUF,),
+    "structured": (f"{RLOO} 'generate.structured={{regex: \"[0-9]+\"}}'",),
     "reasoning-gym": (
         "from torchrl_rloo.envs.tasks.reasoning_gym import ReasoningGym; ReasoningGym().load(limit=2, eval_size=2)",
     ),

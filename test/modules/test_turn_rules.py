@@ -15,6 +15,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.functional import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.objectives import RLOOLoss
 
 each_setting = pytest.mark.parametrize("name", TURN_SETTINGS)
 
@@ -154,6 +155,15 @@ def test_a_token_outside_of_the_rules_is_refused(random_model, bpe):
     scorer = TransformersWrapper(random_model, tokenizer=bpe, generate=False, generate_kwargs=TURN_SETTINGS["regex"])
     with pytest.raises(ValueError, match="is not allowed by min_new_tokens, bad_words or structured"):
         scorer.score(rows)
+
+
+@each_setting
+def test_a_rank_or_a_step_without_rows_has_a_gradient_of_zeros(name: str, random_model, bpe):
+    scorer = TransformersWrapper(random_model, tokenizer=bpe, generate=False, generate_kwargs=TURN_SETTINGS[name])
+    loss = RLOOLoss(scorer)(stack_rows([])).loss
+    loss.backward()
+    assert loss == 0 and all(p.grad is None or not p.grad.any() for p in random_model.parameters())
+    random_model.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def unbind_rows(rows: TensorDictBase) -> list[TensorDictBase]:
 def placeholder_rows() -> TensorDictBase:
     """Return a row of two tokens, ``[1]``, for a rank without rows that takes part in a forward pass."""
     tokens, actions = torch.zeros(2, dtype=torch.int64), torch.tensor([False, True])
-    return stack_rows([TensorDict({keys.TOKENS: tokens, keys.ACTION_MASK: actions}, [])])
+    origin = torch.tensor(keys.PLACEHOLDER)
+    return stack_rows([TensorDict({keys.TOKENS: tokens, keys.ACTION_MASK: actions, keys.ORIGIN: origin}, [])])
 
 
 def concatenate(batches: Sequence[TensorDictBase]) -> TensorDictBase:

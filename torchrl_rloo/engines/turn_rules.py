@@ -28,6 +28,7 @@ class TurnRules:
 
     def __init__(self, distribution: SamplingDistribution, tokenizer: Any, stop_ids: Sequence[int], vocab_size: int):
         self.distribution, self.stop_ids, self.vocab_size = distribution, sorted(stop_ids), vocab_size
+        self.bind = True  # False for a placeholder row, where everything is allowed
         self.bad_words = [ids for word in distribution.bad_words for ids in _spellings(tokenizer, word)]
         self.grammar = None
         if distribution.structured is not None:
@@ -45,6 +46,8 @@ class TurnRules:
     def allowed(self, tokens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Return the bits of what is allowed in place of tokens ``[N]``, whose turns begin at ``starts`` ``[N]``."""
         bits, turn, start = self.bits(len(tokens)), Turn(self), 0
+        if not self.bind:
+            return bits.to(tokens.device)
         for n, (token, first) in enumerate(zip(tokens.tolist(), starts.tolist(), strict=True)):
             if first != start:
                 turn, start = Turn(self), first

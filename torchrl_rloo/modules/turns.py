@@ -97,6 +97,7 @@ class TurnPolicy(LLMWrapperBase):
         if d.counts_tokens or d.has_rules:
             vocab_size = model.get_output_embeddings().weight.shape[0]
             rules = TurnRules(d, self.tokenizer, self.stop_ids, vocab_size)
+            rules.bind = int(rows[0].get(keys.ORIGIN, torch.tensor(keys.SAMPLED))) != keys.PLACEHOLDER
         return {"positions": actions.action_mask, "support": batch_support(rows, actions), "rules": rules}
 
     def sampler_state(self) -> dict[str, torch.Tensor]:
