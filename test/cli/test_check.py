@@ -283,7 +283,7 @@ def test_own_checks_are_refused_before_a_model_is_loaded(start_model):
 def test_a_recipe_without_groups_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", "reward_model"])
-    assert ended.value.code == 1 and "cannot be planned or checked; use rloo" in capsys.readouterr().err
+    assert ended.value.code == 1 and "so no plan, check or server of it; use rloo" in capsys.readouterr().err
 
 
 def test_wrong_settings_are_reported_in_a_line(check):

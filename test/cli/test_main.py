@@ -151,6 +151,14 @@ def test_serve_takes_the_settings_of_a_run():
     assert cli.served_settings("rloo_tools", [*given[:2], *tools])["max_model_len"] == 90
 
 
+def test_serve_starts_with_the_model_of_the_run(capsys, monkeypatch):
+    monkeypatch.setattr("torchrl_rloo.embedded.resolve_model", lambda name, seed, task, log: f"{name}-{seed}-{task}")
+    assert cli.served_settings("rloo", ["seed=3"])["model"] == "embedded-3-addition"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    code, _, err = outcome(capsys, "serve", "sft")
+    assert code == 1 and err.startswith("error: sft.py has no algorithm") and err.count("\n") == 1
+
+
 def test_serve_names_the_extra_without_vllm(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = outcome(capsys, "serve", "my/model")

@@ -86,4 +86,4 @@ def test_an_error_is_one_line(capsys, argv, message):
 def test_a_recipe_without_groups_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "reward_model"])
-    assert "reward_model.py has no algorithm, so it cannot be planned or checked; use rloo" in capsys.readouterr().err
+    assert "reward_model.py has no algorithm, so no plan, check or server of it; use rloo" in capsys.readouterr().err

@@ -213,6 +213,13 @@ def test_groups_go_to_the_prompts_of_the_largest_value() -> None:
         AdaptiveGroups(pool, prompts=9, draws=8, members=4)
 
 
+def test_a_pool_with_too_few_prompts_left_ends_no_draw():
+    pool = PassRatePool(4)
+    pool.draw = lambda generator: 2  # the others are retired
+    sampler = AdaptiveGroups(pool, prompts=3, draws=5, members=4)
+    assert [sampler.draw(torch.Generator()) for _ in range(5)] == [2] * 5
+
+
 def test_only_the_last_groups_count() -> None:
     pool = PassRatePool(1, window=2)
     for group, returns in enumerate(([0.0, 0.0], [0.0, 1.0], [1.0, 1.0])):

@@ -218,6 +218,7 @@ def test_rows_that_are_no_demonstrations_are_refused(row, fault):
 @pytest.mark.parametrize(
     ("recipe", "bad", "message"),
     [
+        ("sft", ["data.source=a/b", "eval.task_size=9"], "eval.task_size=9 has no effect without eval.task"),
         ("sft", ["loss.beta=0.2"], "loss.beta=0.2 has no effect with loss.loss_function=sft"),
         ("sft", ["loss.loss_function=minor_sft", "loss.kl_to_ref_coeff=0.1"], "cannot be combined"),
         ("sft", ["data.sources=[a.jsonl]"], "data.sources='a.jsonl' is neither"),

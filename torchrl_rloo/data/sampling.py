@@ -351,9 +351,11 @@ class AdaptiveGroups:
         """Return the index of the next prompt."""
         if not self._queue:
             rows: dict[int, int] = {}
-            while len(rows) < self.prompts:
+            for _ in range(100 * self.prompts):  # a pool with fewer prompts to draw gives them more groups each
                 rows[self.pool.draw(generator)] = self.members
-            for _ in range(self.draws - self.prompts):
+                if len(rows) == self.prompts:
+                    break
+            for _ in range(self.draws - len(rows)):
                 gains = {p: self.value(p, n + self.members) - self.value(p, n) for p, n in rows.items()}
                 rows[max(gains, key=gains.get)] += self.members
             self._queue = [prompt for prompt, n in rows.items() for _ in range(n // self.members)]
