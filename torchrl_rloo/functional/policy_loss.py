@@ -145,7 +145,6 @@ class DPPO(Choice):
         D = |p - q| (total variation), or p log(p / q) + (1 - p) log((1 - p) / (1 - q)) (KL)
 
     The bound applies to tokens, so use it with ``ratio="token"``.
-
     """
 
     delta: float = number_field(0.15, above=True, high=1)  # largest divergence
